@@ -1,0 +1,231 @@
+"""Messages to bytes and back: MessagePack, versioned, never pickle.
+
+A frame is `[PROTOCOL_VERSION, kind, *fields]`. Most messages go through converters derived from their type hints, which check
+every value on the way in. The two that a busy server sends by the thousand, requests and outputs, are written out by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+import typing
+from array import array
+from collections.abc import Callable
+from typing import Any, get_args, get_origin, get_type_hints
+
+import msgpack
+
+from cores import messages as m
+from cores.sampling_params import pack_sampling_params, unpack_sampling_params
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 64 * 1024 * 1024  # a 1M-token prompt takes 5 MB
+
+if sys.byteorder != "little":  # columns are sent as they lie in memory
+    raise ImportError("the wire codec needs a little-endian machine")
+
+Message = (
+    m.Command | m.EngineReady | m.EngineCoreOutputs | m.Heartbeat | m.LoadReport | m.EngineCoreDead | m.UtilityResult
+    | m.EngineStarting | m.Shutdown | m.GroupState | m.FrontEndHello | m.FrontEndReady | m.FrontEndFailed | m.RankDied
+    | m.RankSuspected | m.MemberReport | m.MemberLeft | m.GroupLoads
+)  # fmt: skip
+
+
+class CodecError(ValueError):
+    """A frame that is not one of ours. Counted and dropped by whoever reads it; never a reason to die."""
+
+
+class VersionMismatchError(CodecError):
+    def __init__(self, theirs: object) -> None:
+        super().__init__(f"peer speaks protocol version {theirs!r}, this process version {PROTOCOL_VERSION}")
+
+
+def encode(message: Message) -> bytes:
+    """The frame of one message. Raises `TypeError` for a value that MessagePack cannot hold (a utility's result, say)."""
+    kind, pack, _ = _BY_TYPE[type(message)]
+    return msgpack.packb([PROTOCOL_VERSION, kind, *pack(message)])
+
+
+def decode(frame: bytes | memoryview) -> Message:
+    """Raises `CodecError` for anything but a whole, well-typed frame of this version."""
+    if len(frame) > MAX_FRAME_BYTES:
+        raise CodecError(f"frame of {len(frame)} bytes is above the limit of {MAX_FRAME_BYTES}")
+    try:
+        version, kind, *fields = msgpack.unpackb(frame, strict_map_key=False)
+        if version != PROTOCOL_VERSION:
+            raise VersionMismatchError(version)
+        unpack = _BY_KIND[kind]
+        return unpack(fields)
+    except CodecError:
+        raise
+    except RecursionError as error:
+        raise CodecError("frame is nested too deeply") from error
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+        raise CodecError(f"malformed frame: {type(error).__name__}: {error}") from error
+
+
+# --- by type hints ----------------------------------------------------------------------------------------------------
+
+
+def _converter(hint: Any) -> Callable[[Any], Any]:
+    """A function that turns what MessagePack gives back into a value of the hinted type, or raises `CodecError`."""
+    if hint is Any:
+        return lambda value: value
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        (inner,) = [a for a in args if a is not type(None)]
+        convert = _converter(inner)
+        return lambda value: None if value is None else convert(value)
+    if origin is tuple and args[-1] is Ellipsis:
+        item = _converter(args[0])
+        return lambda value: tuple(item(v) for v in _checked(value, list))
+    if origin is tuple:
+        items = [_converter(a) for a in args]
+        return lambda value: tuple(c(v) for c, v in zip(items, _checked(value, list), strict=True))
+    if dataclasses.is_dataclass(hint) or hasattr(hint, "_fields"):
+        return _record_converter(hint)
+    if hint is float:
+        return lambda value: float(_checked(value, (int, float)))
+    return lambda value: _checked(value, hint)
+
+
+def _checked(value: Any, kind: Any) -> Any:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise CodecError(f"expected {kind}, got {type(value).__name__}")
+    return value
+
+
+def _record_converter(cls: Any) -> Callable[[Any], Any]:
+    """For a dataclass or NamedTuple sent as the list of its fields. Trailing fields may be missing (an older peer)."""
+    hints = get_type_hints(cls)
+    names = cls._fields if hasattr(cls, "_fields") else [f.name for f in dataclasses.fields(cls)]
+    converters = [(name, _converter(hints[name])) for name in names]
+
+    def convert(values: Any) -> Any:
+        _checked(values, list)
+        return cls(**{name: c(v) for (name, c), v in zip(converters, values, strict=False)})
+
+    return convert
+
+
+def _plain(value: Any) -> Any:
+    """Nested records as lists of their fields; everything else as it is."""
+    if dataclasses.is_dataclass(value):
+        return [_plain(getattr(value, name)) for name in value.__slots__]
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+# --- by hand: requests and outputs ------------------------------------------------------------------------------------
+
+
+def _pack_add_request(message: m.AddRequest) -> list[Any]:
+    r = message.request
+    return [
+        message.seq, r.handle, r.request_id, array("I", r.prompt_token_ids).tobytes(), pack_sampling_params(r.sampling_params),
+        r.arrival_time_s, r.num_original_prompt_tokens, r.priority, r.lora_name, r.cache_salt, r.session_id,
+    ]  # fmt: skip
+
+
+def _unpack_add_request(fields: list[Any]) -> m.AddRequest:
+    seq, handle, request_id, prompt, params, arrival, num_original, priority, lora, salt, session = fields
+    return m.AddRequest(
+        _checked(seq, int),
+        m.EngineCoreRequest(
+            handle=_checked(handle, int),
+            request_id=_checked(request_id, str),
+            prompt_token_ids=_uint32s(prompt),
+            sampling_params=unpack_sampling_params(_checked(params, dict)),
+            arrival_time_s=_checked(arrival, float),
+            num_original_prompt_tokens=_checked(num_original, int),
+            priority=_checked(priority, int),
+            lora_name=lora,
+            cache_salt=salt,
+            session_id=session,
+        ),
+    )
+
+
+def _pack_load(load: m.RankLoad) -> list[Any]:
+    return [
+        load.num_waiting, load.num_running, load.num_prefill_tokens, load.num_decodes, load.num_kv_blocks_used,
+        load.num_kv_blocks, load.step_ms, load.prefill_tokens_per_s,
+    ]  # fmt: skip
+
+
+def _pack_outputs(o: m.EngineCoreOutputs) -> list[Any]:
+    return [
+        o.rank_id, o.step, o.command_seq, _pack_load(o.load), o.handles.tobytes(), o.token_ids.tobytes(),
+        b"" if o.counts is None else o.counts.tobytes(), o.first_tokens, o.finished, o.logprobs, o.weight_version,
+    ]  # fmt: skip
+
+
+def _unpack_outputs(fields: list[Any]) -> m.EngineCoreOutputs:
+    rank_id, step, command_seq, load, handles, token_ids, counts, first_tokens, finished, logprobs, weight_version = fields
+    outputs = m.EngineCoreOutputs(
+        rank_id=m.RankId(*rank_id),
+        step=_checked(step, int),
+        command_seq=_checked(command_seq, int),
+        load=m.RankLoad(*load),
+        handles=_uint32s(handles),
+        token_ids=_uint32s(token_ids),
+        counts=_uint32s(counts) if counts else None,
+        first_tokens={row: m.FirstToken(*v) for row, v in first_tokens.items()},
+        finished={row: m.Finished(m.FinishReason(reason), *rest) for row, (reason, *rest) in finished.items()},
+        logprobs={row: [_token_logprobs(t) for t in tokens] for row, tokens in logprobs.items()},
+        weight_version=_checked(weight_version, int),
+    )
+    num_rows = len(outputs.handles)
+    num_tokens = num_rows if outputs.counts is None else sum(outputs.counts)
+    if len(outputs.token_ids) != num_tokens or (outputs.counts is not None and len(outputs.counts) != num_rows):
+        raise CodecError(f"{num_rows} rows announce {num_tokens} tokens, but {len(outputs.token_ids)} came")
+    return outputs
+
+
+def _token_logprobs(fields: list[Any]) -> m.TokenLogprobs:
+    logprob, rank, top_token_ids, top_logprobs = fields
+    return m.TokenLogprobs(logprob, rank, tuple(top_token_ids), tuple(top_logprobs))
+
+
+def _uint32s(data: Any) -> array[int]:
+    values = array("I")
+    values.frombytes(_checked(data, bytes))
+    return values
+
+
+# --- the table of kinds: a number is never used twice -----------------------------------------------------------------
+
+_Pack = Callable[[Any], Any]
+_Unpack = Callable[[list[Any]], Any]
+
+
+def _by_hints(cls: type) -> tuple[_Pack, _Unpack]:
+    return _plain, _record_converter(cls)
+
+
+_KINDS: dict[int, tuple[type, tuple[_Pack, _Unpack]]] = {
+    1: (m.AddRequest, (_pack_add_request, _unpack_add_request)),
+    2: (m.AbortRequests, _by_hints(m.AbortRequests)),
+    3: (m.UtilityCall, _by_hints(m.UtilityCall)),
+    10: (m.EngineReady, _by_hints(m.EngineReady)),
+    11: (m.EngineCoreOutputs, (_pack_outputs, _unpack_outputs)),
+    12: (m.Heartbeat, _by_hints(m.Heartbeat)),
+    13: (m.LoadReport, _by_hints(m.LoadReport)),
+    14: (m.EngineCoreDead, _by_hints(m.EngineCoreDead)),
+    15: (m.UtilityResult, _by_hints(m.UtilityResult)),
+    16: (m.EngineStarting, _by_hints(m.EngineStarting)),
+    20: (m.Shutdown, _by_hints(m.Shutdown)),
+    21: (m.GroupState, _by_hints(m.GroupState)),
+    30: (m.FrontEndHello, _by_hints(m.FrontEndHello)),
+    31: (m.FrontEndReady, _by_hints(m.FrontEndReady)),
+    32: (m.FrontEndFailed, _by_hints(m.FrontEndFailed)),
+    33: (m.RankDied, _by_hints(m.RankDied)),
+    34: (m.RankSuspected, _by_hints(m.RankSuspected)),
+    40: (m.MemberReport, _by_hints(m.MemberReport)),
+    41: (m.MemberLeft, _by_hints(m.MemberLeft)),
+    42: (m.GroupLoads, _by_hints(m.GroupLoads)),
+}
+_BY_TYPE: dict[type, tuple[int, _Pack, _Unpack]] = {cls: (kind, *fns) for kind, (cls, fns) in _KINDS.items()}
+_BY_KIND: dict[int, _Unpack] = {kind: unpack for kind, (_, (_, unpack)) in _KINDS.items()}

@@ -1,0 +1,146 @@
+"""Configuration of one engine core, and how any configuration crosses to a child process: as plain JSON values.
+
+Field metadata (`help`, `unit`, `choices`) is what the command line shows: a default and its explanation live here once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used. The message names the setting, the value and what is allowed."""
+
+
+def opt(default: Any, help: str, **metadata: Any) -> Any:
+    """A dataclass field with its explanation."""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedConfig:
+    """Cost model of the simulated engine: step = step_ms + prefill_us × prompt tokens computed + seq_us × sequences + ctx_ns × context tokens."""
+
+    step_ms: float = 5.0
+    prefill_us: float = 20.0
+    seq_us: float = 20.0
+    ctx_ns: float = 0.0
+    fault: str = ""  # scripted faults for tests: `cores.runner.simulated` says which
+
+    @classmethod
+    def parse(cls, pairs: list[str]) -> Self:
+        """From `KEY=VALUE` words. Raises `ConfigError`."""
+        values: dict[str, Any] = {}
+        names = [f.name for f in dataclasses.fields(cls)]
+        for pair in pairs:
+            key, sep, value = pair.partition("=")
+            if not sep or key not in names:
+                raise ConfigError(f"--simulated takes KEY=VALUE with KEY one of {', '.join(names)}, got {pair!r}")
+            if key != "fault":
+                try:
+                    values[key] = float(value)
+                except ValueError:
+                    raise ConfigError(f"--simulated {key} must be a number of at least 0, got {value!r}") from None
+                if not 0 <= values[key] < float("inf"):
+                    raise ConfigError(f"--simulated {key} must be a number of at least 0, got {value!r}")
+            else:
+                values[key] = value
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine core. None means: found out from the model or the machine when the engine starts."""
+
+    model: str = opt("", "Hugging Face style directory, or a name that `gateway models` knows")
+    engine: Literal["torch", "simulated"] = opt("torch", "what runs inside a core")
+    simulated: SimulatedConfig = field(default_factory=SimulatedConfig)
+    device: Literal["auto", "cpu", "cuda"] = opt("auto", "where the model runs")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = opt("auto", "of weights and KV cache; auto: the model's own")
+    max_model_len: int | None = opt(None, "longest prompt + output, in tokens; default: the model's own", min=1)
+    max_num_seqs: int = opt(256, "most sequences in one step", min=1)
+    max_num_batched_tokens: int = opt(2048, "token budget of one step, prefill and decode together", min=1)
+    block_size: int = opt(16, "tokens per KV cache block", min=1)
+    num_kv_blocks: int | None = opt(None, "size of the KV cache in blocks; default: from the memory", min=1)
+    kv_cache_memory_bytes: int | None = opt(None, "size of the KV cache in bytes; default: from the memory", min=1)
+    enable_prefix_caching: bool = opt(True, "reuse the KV cache of equal prompt prefixes")
+    scheduling_policy: Literal["fcfs", "priority"] = opt("fcfs", "order of waiting requests inside an engine")
+    seed: int = opt(0, "of the weights of a randomly initialised model; requests have their own")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
+            raise ConfigError("--num-kv-blocks and --kv-cache-memory-bytes exclude each other")
+
+
+def check_fields(config: Any) -> None:
+    """Checks each field against its hint's choices and its metadata's `min` and `max`. Raises `ConfigError`."""
+    hints = get_type_hints(type(config))
+    for f in dataclasses.fields(config):
+        value, flag = getattr(config, f.name), "--" + f.name.replace("_", "-")
+        choices = get_args(hints[f.name]) if get_origin(hints[f.name]) is Literal else f.metadata.get("choices")
+        if choices and value not in choices:
+            raise ConfigError(f"{flag} must be one of {', '.join(map(str, choices))}, got {value!r}")
+        low, high = f.metadata.get("min"), f.metadata.get("max")
+        if value is not None and low is not None and not value >= low:
+            raise ConfigError(f"{flag} must be at least {low}, got {value!r}")
+        if value is not None and high is not None and not value <= high:
+            raise ConfigError(f"{flag} must be at most {high}, got {value!r}")
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """A (nested) config dataclass as JSON-able values."""
+    return dataclasses.asdict(config)
+
+
+def from_plain(cls: type[T], values: dict[str, Any]) -> T:
+    """The inverse of `to_plain`. Raises `ConfigError` for an unknown key, naming the nearest known one."""
+    hints = get_type_hints(cls)
+    unknown = [key for key in values if key not in hints]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], hints, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"unknown setting {unknown[0]!r}{hint}")
+    return cls(**{key: _from_plain_value(hints[key], value) for key, value in values.items()})
+
+
+def _from_plain_value(hint: Any, value: Any) -> Any:
+    if value is None:
+        return None
+    if get_origin(hint) in (types.UnionType, typing.Union):
+        (hint,) = [a for a in get_args(hint) if a is not type(None)]
+    if dataclasses.is_dataclass(hint):
+        return from_plain(typing.cast(type, hint), value)
+    if get_origin(hint) is tuple:
+        item_hint = get_args(hint)[0]
+        return tuple(_from_plain_value(item_hint, item) for item in value)
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontEndAddress:
+    """Where a front end listens: its ROUTER takes the engine's DEALER, its PULL the engine's PUSH."""
+
+    index: int
+    input_address: str
+    output_address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLaunch:
+    """All that one engine core process is told at its start."""
+
+    rank: int
+    epoch: int
+    local_rank: int
+    config: EngineConfig
+    control_address: str  # the launcher's ROUTER
+    front_ends: tuple[FrontEndAddress, ...]
+    num_threads: int | None = None  # of torch; None: torch's own choice

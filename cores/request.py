@@ -1,0 +1,81 @@
+"""One sequence inside an engine core: its tokens, how far they are computed, and which KV blocks hold them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from cores.block_hash import BlockHash, root_hash
+from cores.messages import EngineCoreRequest
+from cores.sampling_params import SamplingParams
+
+RequestKey = tuple[int, int]  # (front end index, handle)
+
+
+class RequestStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # waits again, keeps its tokens, recomputes them
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Mutable, owned by the scheduler; a runner only reads it.
+
+    `token_ids` = prompt + output. The cache holds K/V of the first `num_computed_tokens` of them. In steady decode exactly one
+    token, the last sampled, is not computed yet.
+    """
+
+    key: RequestKey
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int  # of the prompt as sent; a continued request's includes tokens delivered earlier
+    num_original_prompt_tokens: int
+    sampling_params: SamplingParams
+    max_total_tokens: int  # original prompt + max_tokens, capped by the model length
+    priority: int = 0
+    arrival_time_s: float = 0.0
+    root_hash: BlockHash = b""
+    lora_name: str | None = None
+
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # of the first admission: prompt tokens found in the prefix cache
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[BlockHash] = field(default_factory=list)  # of the full blocks, as far as they were needed
+    received_s: float = 0.0  # the engine's clock
+    first_scheduled_s: float | None = None
+    order: int = 0  # arrival number in this engine; preemption keeps it
+
+    @classmethod
+    def from_engine_core_request(cls, client: int, request: EngineCoreRequest, max_model_len: int) -> Request:
+        params = request.sampling_params
+        budget = params.max_tokens if params.max_tokens is not None else max_model_len
+        return cls(
+            key=(client, request.handle),
+            request_id=request.request_id,
+            token_ids=list(request.prompt_token_ids),
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_original_prompt_tokens=request.num_original_prompt_tokens,
+            sampling_params=params,
+            max_total_tokens=min(request.num_original_prompt_tokens + budget, max_model_len),
+            priority=request.priority,
+            arrival_time_s=request.arrival_time_s,
+            root_hash=root_hash(request.lora_name, request.cache_salt),
+            lora_name=request.lora_name,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated so far, counted from the original prompt: also what was generated elsewhere."""
+        return len(self.token_ids) - self.num_original_prompt_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """The prompt is computed and one sampled token waits for its turn."""
+        return self.num_computed_tokens >= self.num_prompt_tokens and self.num_tokens - self.num_computed_tokens == 1

@@ -1,0 +1,65 @@
+"""What the scheduler hands to a model runner for one step, and what it gets back. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cores.messages import TokenLogprobs
+from cores.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """`num_tokens` of the request's `token_ids` from `request.num_computed_tokens` on are computed in this step.
+
+    The request's `block_ids` already cover them. `samples` says that the chunk reaches the end of `token_ids`, so that its last
+    position yields the next token.
+    """
+
+    request: Request
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step's batch: decodes (one token, prompt done) first, then prefill chunks."""
+
+    scheduled: list[ScheduledRequest]
+    num_decodes: int  # so many of `scheduled`, from the start, are decodes
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class ModelRunnerOutput:
+    """`token_ids[i]` is the token of the i-th request that samples, in `scheduled` order."""
+
+    token_ids: list[int]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by the same index, where asked for
+    errors: dict[int, str] = field(default_factory=dict)  # by the same index: this request alone failed; its token is void
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a loaded model turned out to be."""
+
+    device: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    num_kv_blocks: int
+
+
+class ModelRunner(Protocol):
+    """Computes one step. The torch runner and the simulated one both pass `tests/cores/runner_contract.py`."""
+
+    def load(self) -> ModelInfo:
+        """Loads weights and allocates the KV cache. Raises `ConfigError` with the numbers when something does not fit."""
+        ...
+
+    def execute(self, batch: SchedulerOutput) -> ModelRunnerOutput:
+        """Runs the batch. An exception here is the engine's death: errors of one request go into `errors`."""
+        ...
+
+    def shutdown(self) -> None: ...

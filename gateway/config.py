@@ -1,0 +1,122 @@
+"""Everything `gateway serve` can be told: small frozen structs, composed. Flags and YAML keys are made from these fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cores.config import ConfigError, EngineConfig, check_fields, opt
+
+__all__ = [
+    "AdmissionConfig", "BalancerConfig", "ConfigError", "EngineConfig", "FaultConfig", "GatewayConfig", "ParallelConfig",
+    "ServerConfig",
+]  # fmt: skip
+
+DEFAULT_POLICY = "least_tokens"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP side."""
+
+    host: str = opt("127.0.0.1", "address to listen on")
+    port: int = opt(8000, "port to listen on; 0 picks one and prints it", min=0, max=65535)
+    uds: str | None = opt(None, "Unix socket to listen on instead of host and port")
+    served_model_name: tuple[str, ...] = opt((), "names accepted in `model`; default: the directory's name")
+    api_key: tuple[str, ...] = opt((), "bearer tokens; without any, no authentication; also GATEWAY_API_KEY")
+    ssl_certfile: str | None = opt(None, "TLS certificate, PEM")
+    ssl_keyfile: str | None = opt(None, "TLS key, PEM")
+    chat_template: str | None = opt(None, "file with a Jinja chat template; default: the model's own")
+    shutdown_timeout: float = opt(30.0, "time to drain after SIGTERM; a second signal ends at once", unit="s", min=0)
+    metrics_prefix: str = opt("gateway:", "of metric names; `vllm:` makes vLLM's dashboards work unchanged")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
+            raise ConfigError("--ssl-certfile and --ssl-keyfile go together")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How many ranks there are, where, and which of them this endpoint serves."""
+
+    data_parallel_size: int = opt(1, "engine cores (ranks) in the group", min=1, short="-dp")
+    data_parallel_rank: int | None = opt(None, "this endpoint's rank (external load balancing)", min=0)
+    data_parallel_address: str = opt("127.0.0.1", "address of the group's coordinator, started beside rank 0")
+    data_parallel_rpc_port: int = opt(29550, "port of the group's coordinator", min=1, max=65535)
+    data_parallel_external_lb: bool = opt(False, "a load balancer stands in front: one endpoint per rank")
+    data_parallel_multi_port_external_lb: bool = opt(False, "supervise one external-LB endpoint per rank, on ports port + i")
+    data_parallel_backend: Literal["ray", "mp"] = opt("ray", "engine cores as Ray actors, or as plain local processes")
+    ray_address: str | None = opt(None, "Ray cluster to join; default: RAY_ADDRESS, else an embedded one")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.data_parallel_rank is not None and self.data_parallel_rank >= self.data_parallel_size:
+            raise ConfigError(
+                f"--data-parallel-rank must be below --data-parallel-size ({self.data_parallel_size}),"
+                f" got {self.data_parallel_rank}"
+            )
+        if self.data_parallel_external_lb and self.data_parallel_rank is None:
+            raise ConfigError("--data-parallel-external-lb needs --data-parallel-rank: each endpoint serves one rank")
+        if self.data_parallel_rank is not None and not self.data_parallel_external_lb:
+            raise ConfigError("--data-parallel-rank needs --data-parallel-external-lb")
+        if self.data_parallel_external_lb and self.data_parallel_multi_port_external_lb:
+            raise ConfigError("--data-parallel-external-lb and --data-parallel-multi-port-external-lb exclude each other")
+
+    @property
+    def is_external(self) -> bool:
+        """This endpoint is one of several, and sends to its own rank only."""
+        return self.data_parallel_external_lb and self.data_parallel_size > 1
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that this endpoint launches and serves."""
+        if self.data_parallel_rank is not None:
+            return (self.data_parallel_rank,)
+        return tuple(range(self.data_parallel_size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalancerConfig:
+    load_balancing_policy: str = opt(DEFAULT_POLICY, "how a rank is chosen")
+
+    def __post_init__(self) -> None:
+        from balancer.policies import POLICIES
+
+        if self.load_balancing_policy not in POLICIES:
+            raise ConfigError(
+                f"--load-balancing-policy must be one of {', '.join(POLICIES)}, got {self.load_balancing_policy!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultConfig:
+    engine_restarts: int = opt(3, "restarts of a dead rank within ten minutes before it is given up", min=0)
+    stall_timeout: float = opt(60.0, "a rank with work and no step for this long is stalled", unit="s", min=0.1)
+    engine_ready_timeout: float = opt(600.0, "bound on the start of a rank; also GATEWAY_ENGINE_READY_TIMEOUT_S", unit="s", min=1)
+    keep_alive_on_engine_death: bool = opt(
+        False, "keep the server up when no rank is left; also GATEWAY_KEEP_ALIVE_ON_ENGINE_DEATH"
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionConfig:
+    max_num_queued_requests: int | None = opt(None, "requests waiting or running above which new ones get 503", min=0)
+    max_num_queued_tokens: int | None = opt(None, "prompt tokens not yet computed above which new requests get 503", min=0)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    balancer: BalancerConfig = field(default_factory=BalancerConfig)
+    fault: FaultConfig = field(default_factory=FaultConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    output_chunk_size: int = opt(128, "outputs handled before the loop gets a turn; also GATEWAY_OUTPUT_PROC_CHUNK_SIZE", min=1)

@@ -1,0 +1,142 @@
+"""All that the HTTP layer may call. `AsyncLLM` is its one implementation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cores.sampling_params import SamplingParams
+from gateway.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from gateway.config import GatewayConfig
+    from gateway.input_processor import InputProcessor
+    from gateway.renderer import Renderer
+    from gateway.status import StatusSnapshot
+
+Prompt = str | Sequence[int]  # text, or token ids
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What the front end knows of the model, from its directory and from the ranks' ready messages."""
+
+    name: str  # the first served name
+    path: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    created: int  # Unix time, for /v1/models
+
+
+class EngineClient(ABC):
+    """The engine behind one endpoint, whatever its ranks are doing. Methods may be called from one event loop only."""
+
+    config: GatewayConfig
+    model_config: ModelConfig
+    renderer: Renderer
+    input_processor: InputProcessor
+
+    # --- state ---
+
+    @property
+    @abstractmethod
+    def is_running(self) -> bool:
+        """Started, not shut down, not dead."""
+
+    @property
+    @abstractmethod
+    def is_stopped(self) -> bool:
+        """Shut down in order."""
+
+    @property
+    @abstractmethod
+    def errored(self) -> bool:
+        """No rank is left and none will come back, or the output handler has ended: every new request fails at once."""
+
+    @property
+    @abstractmethod
+    def dead_error(self) -> BaseException:
+        """Why `errored`. Defined only then."""
+
+    @property
+    def should_keep_api_server_alive(self) -> bool:
+        """Whether the watchdog leaves the server running although the engine is dead."""
+        return False
+
+    @abstractmethod
+    def status(self) -> StatusSnapshot:
+        """A consistent picture for `/status`, `/metrics`, `/health` and `/ready`."""
+
+    # --- requests ---
+
+    @abstractmethod
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        prompt_text: str | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Streams the outputs of one request; the last one is `finished`, and there is always exactly one such end or an error.
+
+        Nothing happens until the generator is iterated. Closing it aborts the request. `request_id` is the caller's name for it,
+        echoed and accepted by `abort`; two requests may share one. `prompt_text` is what `prompt` ids were made from, if known.
+
+        Raises `InvalidRequestError` before any token, `OverloadedError` when there is no room, `EngineGenerateError` when this
+        request fails, `EngineDeadError` when its rank dies and it cannot go on.
+        """
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None:
+        """Ends all requests of that (external or internal) id: their readers get a last output with finish reason "abort".
+        Unknown and finished ids are no-ops."""
+
+    @abstractmethod
+    def check_admission(self, num_sequences: int = 1, num_tokens: int = 0) -> None:
+        """Raises `OverloadedError` when a request of that size would be refused, `EngineDeadError` when errored."""
+
+    @abstractmethod
+    async def check_health(self) -> None:
+        """Raises `EngineDeadError` when no rank can serve."""
+
+    async def encode(self, prompt: Prompt, request_id: str) -> AsyncGenerator[Any, None]:
+        """Pooling. Raises `NotImplementedError` by name when the model or backend cannot."""
+        raise NotImplementedError(f"encode: {self.model_config.name} does not pool")
+
+    # --- operations ---
+
+    @abstractmethod
+    async def call_utility(self, method: str, *args: Any) -> list[Any]:
+        """Calls an engine core's utility on every rank and returns the results by rank. Succeeds only if every rank does:
+        raises `EngineGenerateError` naming the rank that failed, `EngineDeadError` if one dies meanwhile."""
+
+    async def reset_prefix_cache(self) -> None:
+        await self.call_utility("reset_prefix_cache")
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    @abstractmethod
+    def start_draining(self) -> None:
+        """New requests are refused with `OverloadedError`; those in flight go on."""
+
+    @abstractmethod
+    async def wait_until_idle(self, timeout_s: float) -> bool:
+        """True once nothing is in flight, False when the time is over first."""
+
+    @abstractmethod
+    async def shutdown(self) -> None:
+        """Aborts what is left, stops the output handler and closes the core client. Idempotent, bounded."""

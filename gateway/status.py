@@ -1,0 +1,93 @@
+"""The status document (`GET /status`) as values: one consistent picture of the endpoint. Field names and units are public."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontEndStatus:
+    index: int
+    pid: int
+    in_flight: int = 0
+    queued: int = 0
+    event_loop_lag_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStatus:
+    rank: int
+    epoch: int
+    state: str  # "starting", "ready", "suspect", "stalled", "draining", "paused", "sleeping", "dead", "restarting"
+    node: str = ""
+    pid: int | None = None
+    device: str = ""
+    waiting: int = 0
+    running: int = 0
+    kv_cache_usage: float = 0.0
+    prefix_cache_hit_rate: float = 0.0
+    queued_tokens: int = 0  # prompt tokens still to be computed
+    prompt_tokens_per_s: float = 0.0
+    generation_tokens_per_s: float = 0.0
+    step_ms: float = 0.0
+    last_seen_s: float | None = None  # since any message of the rank
+    signal_age_ms: float | None = None  # since its last load report
+    ledger_tokens: int = 0  # what this front end has booked on it
+    restarts: int = 0
+    requests_total: int = 0
+    requests_moved_away: int = 0
+    requests_moved_in: int = 0
+    last_death_s_ago: float | None = None
+    death_cause: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    requests: int = 0
+    aborted: int = 0
+    failed: int = 0
+    rejected: int = 0
+    moved: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    seq: int
+    age_s: float
+    kind: str  # "death", "move", "restart", "drain", "stall", "scale", "ready"
+    rank: int | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalancerStatus:
+    policy: str
+    dispatch: str
+    signal_age_ms: float | None = None  # of the oldest load report in use
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusSnapshot:
+    version: str
+    mode: str  # the core client's class
+    model: str
+    uptime_s: float
+    state: str  # "ready", "starting", "degraded", "draining", "paused", "sleeping", "dead"
+    front_ends: tuple[FrontEndStatus, ...] = ()
+    ranks: tuple[RankStatus, ...] = ()
+    totals: Totals = Totals()
+    balancer: BalancerStatus | None = None
+    events: tuple[Event, ...] = ()
+    group: tuple[dict[str, Any], ...] = ()  # external LB: what the coordinator says of the other endpoints' ranks
+
+    def to_document(self) -> dict[str, Any]:
+        """JSON-able, with the public names."""
+        return dataclasses.asdict(self)
+
+    @property
+    def num_serving_ranks(self) -> int:
+        return sum(rank.state in ("ready", "suspect") for rank in self.ranks)
