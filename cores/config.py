@@ -26,7 +26,10 @@ def opt(default: Any, help: str, **metadata: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedConfig:
-    """Cost model of the simulated engine: step = step_ms + prefill_us × prompt tokens computed + seq_us × sequences + ctx_ns × context tokens."""
+    """Cost model of the simulated engine.
+
+    step = step_ms + prefill_us × prompt tokens computed + seq_us × sequences + ctx_ns × context tokens
+    """
 
     step_ms: float = 5.0
     prefill_us: float = 20.0
