@@ -18,9 +18,9 @@ SPLITS_DIGITS = {"gpt-2": False, "smollm": True}
 
 
 def convert(gguf_file: Path, directory: Path) -> None:
-    """Writes config, bf16 weights, tokenizer, chat template and generation config. Raises `ValueError` if the file lacks any."""
+    """Writes config, bf16 weights, tokenizer, chat template, generation config. Raises `ValueError` if the file lacks any."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, GenerationConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
     folder, name = str(gguf_file.parent), gguf_file.name
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
@@ -34,7 +34,7 @@ def convert(gguf_file: Path, directory: Path) -> None:
         quantization_config=GgufConfig(gguf_file=name, dequantize=True),
     )
     tokenizer.model_max_length = model.config.max_position_embeddings
-    model.generation_config = GenerationConfig(
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]  # theirs
         bos_token_id=tokenizer.bos_token_id, eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id
     )
     model.save_pretrained(directory)

