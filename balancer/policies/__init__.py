@@ -1,0 +1,23 @@
+"""The policies by name. A new one is a file here, a test beside the others, a row in README.md and a line below."""
+
+from __future__ import annotations
+
+import random
+
+from balancer.policies.least_requests import LeastRequests
+from balancer.policies.least_tokens import LeastTokens
+from balancer.policies.power_of_two import PowerOfTwo
+from balancer.policies.random import Random
+from balancer.policies.round_robin import RoundRobin
+from balancer.policies.vllm import Vllm
+from balancer.policy import Policy
+
+_CLASSES: tuple[type[Policy], ...] = (LeastTokens, LeastRequests, PowerOfTwo, RoundRobin, Random, Vllm)
+
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in _CLASSES}
+
+
+def make_policy(name: str, rng: random.Random) -> Policy:
+    if name not in POLICIES:
+        raise ValueError(f"unknown load balancing policy {name!r}; one of {', '.join(POLICIES)}")
+    return POLICIES[name](rng)

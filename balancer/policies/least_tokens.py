@@ -1,0 +1,71 @@
+"""The rank that will give the first token soonest, as far as its queued work tells.
+
+Theory of operation
+-------------------
+A rank computes a step of at most `max_num_batched_tokens` tokens at a time, in order of arrival. Before a new request's first
+token it has to compute the prompt tokens queued before it and the request's own: that is the cost, in tokens. Three things
+are put into the same unit:
+
+* **Sequences.** Each request there, decoding or about to, takes its part of every step for as long as it runs. The newcomer
+  shares its whole life with them, not only the wait for its first token, so one counts as `SEQUENCE_TOKENS`.
+* **KV cache.** Near the end of the cache a prompt waits for blocks, or takes them from others. From `KV_FREE` on this rises
+  to one full step's tokens at a full cache.
+* **Speed.** A slow rank's tokens count more. Its measured rate also depends on how full its steps were: tiny prompts in
+  otherwise empty steps measure many times less than long ones, on the same machine. Taken at its word the rate would feed on
+  itself (the busier rank measures faster and gets more), so only a rate far below the best counts, and at most twofold;
+  the queue that grows on a slow rank does the rest. Ranks without such evidence tie exactly, and take turns.
+
+When the report behind the winner is old, everybody who holds it would herd to the same rank. Then the better of two random
+ranks by our own requests, which we know exactly, takes its place.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import ClassVar
+
+from balancer.load import RankView, RoutingRequest
+from balancer.policy import Choice, Rotation, sample_two
+
+SEQUENCE_TOKENS = 64
+KV_FREE = 0.8
+RATE_NOISE = 4.0  # the best rate over a rank's own, up to which it says nothing about the rank
+MAX_SLOWNESS = 2.0
+MAX_REPORT_AGE_S = 1.5  # three heartbeats missed
+
+
+class LeastTokens:
+    name: ClassVar[str] = "least_tokens"
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._rotation = Rotation(rng)
+
+    def choose(self, request: RoutingRequest, ranks: Sequence[RankView], now: float) -> Choice:
+        best_rate = max(view.prefill_tokens_per_s for view in ranks)
+        costs = [expected_tokens(view, request.num_prompt_tokens, best_rate) for view in ranks]
+        winner = ranks[self._rotation.pick_least(costs)]
+        if winner.report_age_s is not None and winner.report_age_s > MAX_REPORT_AGE_S:
+            return self._choose_by_own(ranks)
+        return Choice(winner.rank_id, self.name)
+
+    def _choose_by_own(self, ranks: Sequence[RankView]) -> Choice:
+        first, second = (ranks[index] for index in sample_two(self._rng, len(ranks)))
+        better = second if second.own_in_flight < first.own_in_flight else first
+        return Choice(better.rank_id, "old_report")
+
+
+def expected_tokens(view: RankView, num_prompt_tokens: int, best_rate: float) -> float:
+    """What stands between a new request and its first token there, in tokens at the speed of the group's best rank."""
+    tokens: float = view.num_prefill_tokens + num_prompt_tokens + SEQUENCE_TOKENS * view.num_requests
+    if view.kv_cache_usage > KV_FREE:
+        fullness = min(1.0, (view.kv_cache_usage - KV_FREE) / (1.0 - KV_FREE))
+        tokens += view.max_num_batched_tokens * fullness * fullness
+    return tokens * _slowness(view.prefill_tokens_per_s, best_rate)
+
+
+def _slowness(rate: float, best_rate: float) -> float:
+    if rate <= 0.0:  # not measured yet
+        return 1.0
+    return min(MAX_SLOWNESS, max(1.0, best_rate / (RATE_NOISE * rate)))
