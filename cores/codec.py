@@ -7,6 +7,7 @@ every value on the way in. The two that a busy server sends by the thousand, req
 from __future__ import annotations
 
 import dataclasses
+import enum
 import sys
 import types
 import typing
@@ -17,7 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgpack
 
 from cores import messages as m
-from cores.sampling_params import pack_sampling_params, unpack_sampling_params
+from cores.sampling_params import SamplingParams, pack_sampling_params
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 64 * 1024 * 1024  # a 1M-token prompt takes 5 MB
@@ -44,7 +45,8 @@ class VersionMismatchError(CodecError):
 def encode(message: Message) -> bytes:
     """The frame of one message. Raises `TypeError` for a value that MessagePack cannot hold (a utility's result, say)."""
     kind, pack, _ = _BY_TYPE[type(message)]
-    return msgpack.packb([PROTOCOL_VERSION, kind, *pack(message)])
+    frame: bytes = msgpack.packb([PROTOCOL_VERSION, kind, *pack(message)])
+    return frame
 
 
 def decode(frame: bytes | memoryview) -> Message:
@@ -55,8 +57,8 @@ def decode(frame: bytes | memoryview) -> Message:
         version, kind, *fields = msgpack.unpackb(frame, strict_map_key=False)
         if version != PROTOCOL_VERSION:
             raise VersionMismatchError(version)
-        unpack = _BY_KIND[kind]
-        return unpack(fields)
+        message: Message = _BY_KIND[kind](fields)
+        return message
     except CodecError:
         raise
     except RecursionError as error:
@@ -83,8 +85,13 @@ def _converter(hint: Any) -> Callable[[Any], Any]:
     if origin is tuple:
         items = [_converter(a) for a in args]
         return lambda value: tuple(c(v) for c, v in zip(items, _checked(value, list), strict=True))
+    if origin is dict:
+        key, item = _converter(args[0]), _converter(args[1])
+        return lambda value: {key(k): item(v) for k, v in _checked(value, dict).items()}
     if dataclasses.is_dataclass(hint) or hasattr(hint, "_fields"):
         return _record_converter(hint)
+    if issubclass(hint, enum.Enum):
+        return typing.cast(Callable[[Any], Any], hint)
     if hint is float:
         return lambda value: float(_checked(value, (int, float)))
     return lambda value: _checked(value, hint)
@@ -112,10 +119,13 @@ def _record_converter(cls: Any) -> Callable[[Any], Any]:
 def _plain(value: Any) -> Any:
     """Nested records as lists of their fields; everything else as it is."""
     if dataclasses.is_dataclass(value):
-        return [_plain(getattr(value, name)) for name in value.__slots__]
+        return [_plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
     if isinstance(value, tuple):
         return [_plain(v) for v in value]
     return value
+
+
+_PARAM_CONVERTERS = {name: _converter(hint) for name, hint in get_type_hints(SamplingParams).items()}
 
 
 # --- by hand: requests and outputs ------------------------------------------------------------------------------------
@@ -134,18 +144,23 @@ def _unpack_add_request(fields: list[Any]) -> m.AddRequest:
     return m.AddRequest(
         _checked(seq, int),
         m.EngineCoreRequest(
-            handle=_checked(handle, int),
+            handle=_checked_uint32(handle),
             request_id=_checked(request_id, str),
             prompt_token_ids=_uint32s(prompt),
-            sampling_params=unpack_sampling_params(_checked(params, dict)),
+            sampling_params=_unpack_sampling_params(params),
             arrival_time_s=_checked(arrival, float),
             num_original_prompt_tokens=_checked(num_original, int),
             priority=_checked(priority, int),
-            lora_name=lora,
-            cache_salt=salt,
-            session_id=session,
+            lora_name=_checked(lora, (str, types.NoneType)),
+            cache_salt=_checked(salt, (str, types.NoneType)),
+            session_id=_checked(session, (str, types.NoneType)),
         ),
     )
+
+
+def _unpack_sampling_params(packed: Any) -> SamplingParams:
+    """Types are checked here; ranges are `SamplingParams.verify`'s."""
+    return SamplingParams(**{name: _PARAM_CONVERTERS[name](value) for name, value in _checked(packed, dict).items()})
 
 
 def _pack_load(load: m.RankLoad) -> list[Any]:
@@ -187,6 +202,12 @@ def _unpack_outputs(fields: list[Any]) -> m.EngineCoreOutputs:
 def _token_logprobs(fields: list[Any]) -> m.TokenLogprobs:
     logprob, rank, top_token_ids, top_logprobs = fields
     return m.TokenLogprobs(logprob, rank, tuple(top_token_ids), tuple(top_logprobs))
+
+
+def _checked_uint32(value: Any) -> int:
+    if not 0 <= _checked(value, int) < 2**32:
+        raise CodecError(f"expected an unsigned 32-bit number, got {value}")
+    return int(value)
 
 
 def _uint32s(data: Any) -> array[int]:

@@ -21,7 +21,7 @@ class RequestStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Mutable, owned by the scheduler; a runner only reads it.
+    """Mutable, owned by the scheduler; a runner only reads it, but for `runner_state`.
 
     `token_ids` = prompt + output. The cache holds K/V of the first `num_computed_tokens` of them. In steady decode exactly one
     token, the last sampled, is not computed yet.
@@ -44,12 +44,22 @@ class Request:
     num_cached_tokens: int = 0  # of the first admission: prompt tokens found in the prefix cache
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)  # of the full blocks, as far as they were needed
+    num_cached_blocks: int = 0  # how many of its full blocks have been entered into the prefix cache, or came from it
+    cache_generation: int = 0  # of the prefix cache at admission
     received_s: float = 0.0  # the engine's clock
     first_scheduled_s: float | None = None
+    has_sampled: bool = False  # its first token from this engine is out
     order: int = 0  # arrival number in this engine; preemption keeps it
+    queue_key: tuple[int, int] = (0, 0)  # place in every queue: (priority, order); the later one gives way
+    stop_ids: frozenset[int] = (
+        frozenset()
+    )  # EOS unless ignored, and `stop_token_ids`: masked until min_tokens, then they end it
+    runner_state: object = None  # the runner's own notes on this request; they end with it
 
     @classmethod
-    def from_engine_core_request(cls, client: int, request: EngineCoreRequest, max_model_len: int) -> Request:
+    def from_engine_core_request(
+        cls, client: int, request: EngineCoreRequest, max_model_len: int, eos_token_ids: tuple[int, ...] = ()
+    ) -> Request:
         params = request.sampling_params
         budget = params.max_tokens if params.max_tokens is not None else max_model_len
         return cls(
@@ -64,6 +74,7 @@ class Request:
             arrival_time_s=request.arrival_time_s,
             root_hash=root_hash(request.lora_name, request.cache_salt),
             lora_name=request.lora_name,
+            stop_ids=frozenset(params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)),
         )
 
     @property

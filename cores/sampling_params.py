@@ -114,20 +114,11 @@ def _check_range(name: str, value: float | None, low: float | None, high: float 
 
 # Only what differs from the default crosses the wire, by name: most requests set three fields.
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(SamplingParams)}
-_TUPLES = frozenset({"stop", "stop_token_ids", "allowed_token_ids", "bad_words"})
 
 
 def pack_sampling_params(params: SamplingParams) -> dict[str, Any]:
-    """The wire form: a map of the fields that differ from their default."""
+    """The wire form: a map of the fields that differ from their default. `codec` reads it."""
     packed = {name: value for name, default in _DEFAULTS.items() if (value := getattr(params, name)) != default}
     if "output_kind" in packed:
         packed["output_kind"] = packed["output_kind"].value
     return packed
-
-
-def unpack_sampling_params(packed: dict[str, Any]) -> SamplingParams:
-    """Raises `TypeError` for an unknown field."""
-    fields = {name: tuple(value) if name in _TUPLES else value for name, value in packed.items()}
-    if "output_kind" in fields:
-        fields["output_kind"] = RequestOutputKind(fields["output_kind"])
-    return SamplingParams(**fields)

@@ -1,0 +1,247 @@
+"""One engine: requests in, a step at a time, columns of new tokens out. Knows no sockets, no threads, nor what computes."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from cores.config import EngineConfig
+from cores.kv_cache_manager import KVCacheManager
+from cores.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    Finished,
+    FinishReason,
+    FirstToken,
+    RankId,
+    RankLoad,
+    SchedulerStats,
+    UtilityCall,
+    UtilityResult,
+)
+from cores.request import Request
+from cores.runner.interface import ModelInfo, ModelRunner
+from cores.sampling_params import InvalidParameterError
+from cores.scheduler import RequestUpdate, Scheduler, SchedulerConfig
+
+logger = logging.getLogger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+EWMA_WEIGHT = 0.1  # of the newest step: half of what is remembered is younger than 7 steps
+
+_UTILITIES: dict[str, Callable[..., Any]] = {}
+
+
+def utility(method: F) -> F:
+    """Marks an `EngineCore` method as callable by name from a front end (`UtilityCall`)."""
+    _UTILITIES[method.__name__] = method
+    return method
+
+
+class StepTimes:
+    """Moving averages over steps. The prefill rate is tokens over seconds, not a mean of rates: small chunks weigh little."""
+
+    def __init__(self) -> None:
+        self.step_ms = 0.0
+        self._prefill_tokens = 0.0
+        self._prefill_s = 0.0
+
+    def add(self, step_s: float, num_prefill_tokens: int) -> None:
+        weight = EWMA_WEIGHT if self.step_ms else 1.0
+        self.step_ms += weight * (step_s * 1e3 - self.step_ms)
+        if num_prefill_tokens:
+            weight = EWMA_WEIGHT if self._prefill_s else 1.0
+            self._prefill_tokens += weight * (num_prefill_tokens - self._prefill_tokens)
+            self._prefill_s += weight * (step_s - self._prefill_s)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self._prefill_tokens / self._prefill_s if self._prefill_s else 0.0
+
+
+class EngineCore:
+    """Scheduler and runner of one rank. All methods are called from one thread."""
+
+    def __init__(
+        self, rank_id: RankId, config: EngineConfig, info: ModelInfo, runner: ModelRunner, clock: Callable[[], float]
+    ) -> None:
+        """`runner` is loaded, and `info` is what its `load` returned."""
+        self.rank_id = rank_id
+        self.info = info
+        self.step_count = 0
+        self.command_seqs: dict[int, int] = {}  # by front end: its highest command applied
+        self._runner = runner
+        self._clock = clock
+        kv_cache = KVCacheManager(info.num_kv_blocks, config.block_size, config.enable_prefix_caching)
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                max_model_len=info.max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                policy=config.scheduling_policy,
+            ),
+            kv_cache,
+        )
+        self._times = StepTimes()
+        self._ended: list[tuple[int, int, Finished]] = []  # (client, handle, how) of requests that ended outside a step
+
+    @property
+    def max_model_len(self) -> int:
+        """Of the model, or of the KV cache where that is smaller."""
+        return self._scheduler.max_model_len
+
+    @property
+    def has_work(self) -> bool:
+        """There is something that `step` would do."""
+        return self._scheduler.has_work or bool(self._ended)
+
+    @property
+    def has_requests(self) -> bool:
+        return self._scheduler.has_work
+
+    def load(self) -> RankLoad:
+        return self._scheduler.load(self._times.step_ms, self._times.prefill_tokens_per_s)
+
+    def stats(self) -> SchedulerStats:
+        return self._scheduler.stats()
+
+    # --- commands -----------------------------------------------------------------------------------------------------
+
+    def note_command(self, client: int, seq: int) -> None:
+        """The command with this number is applied; every report from now on says so."""
+        self.command_seqs[client] = max(seq, self.command_seqs.get(client, 0))
+
+    def add_request(self, client: int, request: EngineCoreRequest) -> None:
+        """Queues a request. One that cannot be served ends with the next step's outputs, with an error that says why."""
+        if (client, request.handle) in self._scheduler:
+            logger.warning("front end %d uses handle %d twice; the second request is ignored", client, request.handle)
+            return
+        error = self._error_in(request)
+        if error is not None:
+            self._ended.append((client, request.handle, Finished(FinishReason.ERROR, error=error)))
+            return
+        queued = Request.from_engine_core_request(client, request, self.max_model_len, self.info.eos_token_ids)
+        finished = self._scheduler.add_request(queued, self._clock())
+        if finished is not None:
+            self._ended.append((client, request.handle, finished))
+
+    def _error_in(self, request: EngineCoreRequest) -> str | None:
+        """What the scheduler and the runner rely on, and a foreign front end may have got wrong."""
+        prompt = request.prompt_token_ids
+        if prompt and max(prompt) >= self.info.vocab_size:
+            return f"prompt token ids must be below the vocabulary's {self.info.vocab_size}, got {max(prompt)}"
+        if not 0 <= request.num_original_prompt_tokens <= len(prompt):
+            return f"num_original_prompt_tokens must be between 0 and {len(prompt)}, got {request.num_original_prompt_tokens}"
+        try:
+            request.sampling_params.verify()
+        except InvalidParameterError as error:
+            return str(error)
+        return None
+
+    def refuse_request(self, client: int, handle: int) -> None:
+        """The request came too late: it ends as aborted, with the next step's outputs."""
+        self._ended.append((client, handle, Finished(FinishReason.ABORT)))
+
+    def abort_requests(self, client: int, handles: Iterable[int]) -> None:
+        """Forgets these requests, without a final output: their front end asked for it. Unknown handles are no-ops."""
+        for handle in handles:
+            self._scheduler.abort((client, handle))
+
+    def abort_all(self, client: int | None = None) -> None:
+        """Ends all requests (of one front end) as aborted; each gets its final output with the next step."""
+        for key in self._scheduler.request_keys():
+            if client is None or key[0] == client:
+                self._scheduler.abort(key)
+                self.refuse_request(*key)
+
+    def call_utility(self, call: UtilityCall) -> UtilityResult:
+        """Runs a rare operation by name. Whatever goes wrong in it goes back to the caller and is not this engine's death."""
+        method = _UTILITIES.get(call.method)
+        if method is None:
+            known = ", ".join(sorted(_UTILITIES))
+            return UtilityResult(self.rank_id, call.call_id, error=f"unknown utility {call.method!r}; there are {known}")
+        try:
+            return UtilityResult(self.rank_id, call.call_id, method(self, *call.args))
+        except Exception as error:
+            logger.exception("utility %s failed", call.method)
+            return UtilityResult(self.rank_id, call.call_id, error=f"{type(error).__name__}: {error}")
+
+    @utility
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes, also those that running requests are computing."""
+        self._scheduler.reset_prefix_cache()
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> dict[int, EngineCoreOutputs]:
+        """Computes one batch. Outputs by front end, for those that have any; empty without work."""
+        updates: list[RequestUpdate] = []
+        if self._scheduler.has_work:
+            start = self._clock()
+            batch = self._scheduler.schedule(start)
+            updates = self._scheduler.update(batch, self._runner.execute(batch))
+            self.step_count += 1
+            self._times.add(self._clock() - start, batch.num_tokens - batch.num_decodes)
+        return self._make_outputs(updates)
+
+    def _make_outputs(self, updates: list[RequestUpdate]) -> dict[int, EngineCoreOutputs]:
+        outputs: dict[int, EngineCoreOutputs] = {}
+        load = self.load()
+        for update in updates:  # once per token: whatever is added here costs every token of every request
+            client, handle = update.request.key
+            mine = outputs.get(client)
+            if mine is None:
+                mine = outputs[client] = self._empty_outputs(client, load)
+            if update.token_id is None:
+                assert update.finished is not None
+                _append_empty_row(mine, handle, update.finished)
+                continue
+            if update.is_first or update.finished is not None or update.logprobs is not None:
+                _add_extras(mine, len(mine.handles), update)
+            mine.handles.append(handle)
+            mine.token_ids.append(update.token_id)
+            if mine.counts is not None:
+                mine.counts.append(1)
+        for client, handle, finished in self._ended:
+            mine = outputs.get(client)
+            if mine is None:
+                mine = outputs[client] = self._empty_outputs(client, load)
+            _append_empty_row(mine, handle, finished)
+        self._ended.clear()
+        return outputs
+
+    def _empty_outputs(self, client: int, load: RankLoad) -> EngineCoreOutputs:
+        return EngineCoreOutputs(
+            rank_id=self.rank_id, step=self.step_count, command_seq=self.command_seqs.get(client, 0), load=load,
+            handles=array("I"), token_ids=array("I"),
+        )  # fmt: skip
+
+    def shutdown(self) -> None:
+        self._runner.shutdown()
+
+    def check_invariants(self) -> None:
+        self._scheduler.check_invariants()
+
+
+def _add_extras(outputs: EngineCoreOutputs, row: int, update: RequestUpdate) -> None:
+    """The rare parts of a row: its first token's facts, its end, its log-probabilities."""
+    request = update.request
+    if update.is_first:
+        assert request.first_scheduled_s is not None
+        outputs.first_tokens[row] = FirstToken(request.num_cached_tokens, request.first_scheduled_s - request.received_s)
+    if update.finished is not None:
+        outputs.finished[row] = update.finished
+    if update.logprobs is not None:
+        outputs.logprobs[row] = [update.logprobs]
+
+
+def _append_empty_row(outputs: EngineCoreOutputs, handle: int, finished: Finished) -> None:
+    """A row that ends a request without a token: from here on the message needs its column of counts."""
+    if outputs.counts is None:
+        outputs.counts = array("I", [1]) * len(outputs.handles)
+    outputs.finished[len(outputs.handles)] = finished
+    outputs.handles.append(handle)
+    outputs.counts.append(0)

@@ -1,0 +1,68 @@
+"""Scripted faults of the simulated engine, for tests of what should survive them. Says what is due; does nothing itself.
+
+A script is a list of items separated by `;`, each `ACTION=N`, with the ranks and lives it is meant for behind it:
+
+    die_at_step=40@rank=1@epoch=1; fail_request_at_token=7
+
+| action                  | does                                                                                          |
+| ----------------------- | --------------------------------------------------------------------------------------------- |
+| die_at_step=N           | the process kills itself, as `kill -9` would, at the begin of step N (from 1; 0: while loading) |
+| raise_at_step=N         | an exception instead of step N (0: while loading)                                             |
+| stall_at_step=N         | step N never ends (0: loading never ends)                                                     |
+| fail_request_at_token=N | the N-th token (from 1) of each request is an error of that request alone                     |
+
+Without `@rank=R` an item is for every rank, without `@epoch=E` for every life of it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from cores.config import ConfigError
+from cores.messages import RankId
+
+StepFault = Literal["die", "raise", "stall"]
+
+_STEP_ACTIONS: dict[str, StepFault] = {"die_at_step": "die", "raise_at_step": "raise", "stall_at_step": "stall"}
+_ITEM = re.compile(r"(?P<action>\w+)=(?P<number>\d+)(?P<scope>(@\w+=\d+)*)")
+_GRAMMAR = "ACTION=N[@rank=R][@epoch=E] items separated by ';', ACTION one of " + ", ".join(
+    (*_STEP_ACTIONS, "fail_request_at_token")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FaultScript:
+    """What will go wrong in one life of one rank."""
+
+    steps: dict[int, StepFault]
+    failing_tokens: frozenset[int]  # numbers of output tokens, from 1
+
+    @classmethod
+    def parse(cls, text: str, rank_id: RankId) -> FaultScript:
+        """The part of a script that is meant for `rank_id`. Raises `ConfigError` for anything outside the grammar."""
+        steps: dict[int, StepFault] = {}
+        failing_tokens: set[int] = set()
+        for item in filter(None, (part.strip() for part in text.split(";"))):
+            action, number, scope = _parse_item(item)
+            if scope.get("rank", rank_id.rank) != rank_id.rank or scope.get("epoch", rank_id.epoch) != rank_id.epoch:
+                continue
+            if action in _STEP_ACTIONS:
+                steps.setdefault(number, _STEP_ACTIONS[action])
+            else:
+                failing_tokens.add(number)
+        return cls(steps, frozenset(failing_tokens))
+
+
+def _parse_item(item: str) -> tuple[str, int, dict[str, int]]:
+    match = _ITEM.fullmatch(item.replace(" ", ""))
+    if match is None:
+        raise ConfigError(f"--simulated fault takes {_GRAMMAR}; got {item!r}")
+    action, number = match["action"], int(match["number"])
+    scope = {key: int(value) for key, value in (pair.split("=") for pair in match["scope"].split("@")[1:])}
+    if (action not in _STEP_ACTIONS and action != "fail_request_at_token") or scope.keys() - {"rank", "epoch"}:
+        raise ConfigError(f"--simulated fault takes {_GRAMMAR}; got {item!r}")
+    if action == "fail_request_at_token" and number == 0:
+        raise ConfigError(f"--simulated fault: tokens are counted from 1; got {item!r}")
+    return action, number, scope

@@ -1,0 +1,129 @@
+"""A model runner that computes nothing: it takes the time that a cost model says and returns tokens that a hash chooses.
+
+Rules
+-----
+* Token p of a sequence is a hash of (seed, all token ids before p), so it is the same whether the sequence runs alone or in a
+  batch, in one piece or after a preemption, here or continued on another rank. Greedy requests have the seed 0.
+* Only ids whose text is printable ASCII are chosen: never a special token, never EOS. A request ends by its length, by a
+  stop string or by one of its own `stop_token_ids`; `ignore_eos` makes no difference.
+* Needs MODEL's config.json and tokenizer.json, no weights; so any `--max-model-len` goes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+from array import array
+from collections.abc import Callable
+
+from cores.config import ConfigError, EngineConfig, SimulatedConfig
+from cores.messages import RankId
+from cores.request import Request
+from cores.runner.faults import FaultScript, StepFault
+from cores.runner.interface import ModelInfo, ModelRunnerOutput, SchedulerOutput
+from cores.runner.model_dir import read_model_dir
+
+NUM_KV_TOKENS_PER_SEQ = 4096
+
+
+class SimulatedFaultError(RuntimeError):
+    """The script says that this step fails."""
+
+
+class SimulatedModelRunner:
+    """`sleep` takes the seconds that a step costs: `time.sleep`, which lets other threads run, or a test's own."""
+
+    def __init__(self, config: EngineConfig, rank_id: RankId, sleep: Callable[[float], None] = time.sleep) -> None:
+        """Raises `ConfigError` for a fault script outside its grammar."""
+        self._config = config
+        self._rank_id = rank_id
+        self._sleep = sleep
+        self._faults = FaultScript.parse(config.simulated.fault, rank_id)
+        self._step = 0
+        self._choices: list[int] = []  # token ids to choose from
+
+    def load(self) -> ModelInfo:
+        self._suffer(self._faults.steps.get(0))
+        model = read_model_dir(self._config.model)
+        self._choices = model.printable_token_ids
+        max_model_len = self._config.max_model_len or model.max_model_len
+        return ModelInfo(
+            "cpu", max_model_len, model.vocab_size, model.eos_token_ids, num_kv_blocks(self._config, max_model_len)
+        )
+
+    def execute(self, batch: SchedulerOutput) -> ModelRunnerOutput:
+        self._step += 1
+        self._suffer(self._faults.steps.get(self._step))
+        sampling = [scheduled.request for scheduled in batch.scheduled if scheduled.samples]
+        output = ModelRunnerOutput([self._next_token(request) for request in sampling])
+        if self._faults.failing_tokens:
+            output.errors = self._failures(sampling)
+        self._sleep(step_cost_s(self._config.simulated, batch))
+        return output
+
+    def shutdown(self) -> None:
+        """Holds nothing."""
+
+    def _next_token(self, request: Request) -> int:
+        """The hash of everything before runs along with the request: each token is hashed once, and read at each step."""
+        state = request.runner_state
+        if not isinstance(state, _RunningHash):
+            params = request.sampling_params
+            state = request.runner_state = _RunningHash(0 if params.is_greedy else params.seed or 0)
+        return self._choices[state.read(request.token_ids) % len(self._choices)]
+
+    def _failures(self, sampling: list[Request]) -> dict[int, str]:
+        numbers = ((i, request.num_output_tokens + 1) for i, request in enumerate(sampling))
+        return {i: f"simulated fault at token {n}" for i, n in numbers if n in self._faults.failing_tokens}
+
+    def _suffer(self, fault: StepFault | None) -> None:
+        if fault == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault == "raise":
+            raise SimulatedFaultError(f"simulated fault at step {self._step} of {self._rank_id}")
+        while fault == "stall":
+            self._sleep(3600.0)
+
+
+class _RunningHash:
+    """BLAKE2b of a seed and the tokens so far, extended as they come."""
+
+    __slots__ = ("_hash", "_num_tokens")
+
+    def __init__(self, seed: int) -> None:
+        self._hash = hashlib.blake2b(seed.to_bytes(8, "little", signed=True), digest_size=8)
+        self._num_tokens = 0
+
+    def read(self, token_ids: list[int]) -> int:
+        """The hash after all of `token_ids`, which begin with those seen before."""
+        self._hash.update(array("I", token_ids[self._num_tokens :]).tobytes())
+        self._num_tokens = len(token_ids)
+        return int.from_bytes(self._hash.digest(), "little")
+
+
+def step_cost_s(cost: SimulatedConfig, batch: SchedulerOutput) -> float:
+    """How long one step takes on the modelled machine."""
+    num_prompt_tokens = batch.num_tokens - batch.num_decodes
+    num_context_tokens = 0
+    if cost.ctx_ns:
+        num_context_tokens = sum(s.request.num_computed_tokens + s.num_tokens for s in batch.scheduled)
+    return (
+        cost.step_ms * 1e-3
+        + cost.prefill_us * 1e-6 * num_prompt_tokens
+        + cost.seq_us * 1e-6 * len(batch.scheduled)
+        + cost.ctx_ns * 1e-9 * num_context_tokens
+    )
+
+
+def num_kv_blocks(config: EngineConfig, max_model_len: int) -> int:
+    """`--num-kv-blocks`, or room for `max_num_seqs` sequences of 4,096 tokens (or the model length), and one of full length."""
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    if config.kv_cache_memory_bytes is not None:
+        raise ConfigError(
+            "--kv-cache-memory-bytes says nothing to the simulated engine, which has no KV cache; use --num-kv-blocks"
+        )
+    num_tokens = max(config.max_num_seqs * min(max_model_len, NUM_KV_TOKENS_PER_SEQ), max_model_len)
+    return -(-num_tokens // config.block_size)
