@@ -1,0 +1,396 @@
+"""The engine client: from a prompt to a stream of outputs, over whatever ranks there are.
+
+Theory of operation
+-------------------
+A request is tokenized and checked, registered with the output processor, booked and sent; then its reader waits on a collector.
+One task, the output handler, reads everything that any rank says from one queue, in order, and is the only one that feeds
+collectors. It works in slices and gives the loop a turn after each, so that no batch, however large, delays the others' HTTP.
+
+Nothing is awaited between registering and sending: a cancelled or failed send undoes both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import random
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any
+
+from balancer.load import RoutingRequest
+from cores.messages import EngineCoreOutputs, EngineCoreRequest, UtilityResult
+from cores.sampling_params import SamplingParams
+from gateway.config import GatewayConfig
+from gateway.core_client import AsyncMPClient, make_async_mp_client
+from gateway.core_client.base import EngineDied, EngineFailed, FrontEndPlace
+from gateway.engine_client import EngineClient, ModelConfig, Prompt
+from gateway.errors import EngineDeadError, EngineGenerateError, GatewayError, InvalidRequestError, OverloadedError
+from gateway.input_processor import InputProcessor
+from gateway.loop_lag import LoopLag
+from gateway.models import resolve_model
+from gateway.output_collector import RequestOutputCollector
+from gateway.output_processor import OutputProcessor
+from gateway.outputs import RequestOutput
+from gateway.parallel_sampling import ParentRequest
+from gateway.renderer import Renderer
+from gateway.status import BalancerStatus, FrontEndStatus, StatusSnapshot, Totals
+from gateway.version import VERSION
+
+logger = logging.getLogger(__name__)
+
+IDLE_POLL_S = 0.02
+
+
+class AsyncLLM(EngineClient):
+    """Build it with `await AsyncLLM.from_config(config)`; end it with `await llm.shutdown()`."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        model_config: ModelConfig,
+        renderer: Renderer,
+        core_client: AsyncMPClient,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.renderer = renderer
+        self.input_processor = InputProcessor(model_config, renderer, rng or random.Random())
+        self.output_processor = OutputProcessor(renderer.tokenizer)
+        self.core_client = core_client
+        self.loop_lag = LoopLag(clock)
+        self._clock = clock
+        self._started_s = clock()
+        self._output_handler: asyncio.Task[None] | None = None
+        self._handler_error: BaseException | None = None
+        self._draining = False
+        self._stopped = False
+        self._num_requests = 0
+        self._num_rejected = 0
+        self._trace_warned = False
+        self._own_run_directory: str | None = None
+
+    @classmethod
+    async def from_config(cls, config: GatewayConfig, place: FrontEndPlace | None = None) -> AsyncLLM:
+        """An engine client whose ranks are all ready.
+
+        Without a `place` (in a user's script) it starts the launcher and its engine cores as children, which end with it.
+        Raises `ConfigError` for a setting or model directory that cannot be used, `EngineDeadError` with the engine's own cause
+        when a rank does not start.
+        """
+        own_run_directory = None
+        if place is None:
+            own_run_directory = tempfile.mkdtemp(prefix="gateway-")
+            place = FrontEndPlace(run_directory=own_run_directory)
+        core_client = None
+        try:
+            config, path = _with_model_path(config)
+            renderer = Renderer.from_directory(path, config.server.chat_template)
+            core_client = make_async_mp_client(config, place)
+            await core_client.start()
+            llm = cls(config, _model_config(config, core_client), renderer, core_client)
+        except BaseException:
+            if core_client is not None:
+                await core_client.shutdown()
+            if own_run_directory is not None:
+                shutil.rmtree(own_run_directory, ignore_errors=True)
+            raise
+        llm._own_run_directory = own_run_directory
+        llm._start_output_handler()
+        return llm
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        return not self._stopped and not self.errored
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped
+
+    @property
+    def errored(self) -> bool:
+        return self._handler_error is not None or self.core_client.failure is not None
+
+    @property
+    def dead_error(self) -> BaseException:
+        if self._handler_error is not None:
+            return EngineDeadError(f"the output handler ended: {self._handler_error!r}", cause=repr(self._handler_error))
+        cause = self.core_client.failure
+        return EngineDeadError(f"the engine is dead: {cause}", cause=cause)
+
+    @property
+    def should_keep_api_server_alive(self) -> bool:
+        return self.config.fault.keep_alive_on_engine_death
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        prompt_text: str | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        if lora_request is not None:
+            raise InvalidRequestError(f"lora_request: no adapter is loaded, got {lora_request!r}", "lora_request")
+        if trace_headers:
+            self._warn_about_tracing()
+        self._check_open()
+        processed = await self.input_processor.process(prompt, sampling_params)
+        params = processed.sampling_params
+        self.check_admission(params.n, len(processed.prompt_token_ids))
+        collector = RequestOutputCollector(params.output_kind)
+        request = EngineCoreRequest(
+            handle=0,  # each sequence gets its own when it is submitted
+            request_id=f"{request_id}-{uuid.uuid4().hex[:8]}",
+            prompt_token_ids=processed.prompt_token_ids,
+            sampling_params=params,
+            arrival_time_s=time.time(),
+            num_original_prompt_tokens=len(processed.prompt_token_ids),
+            priority=priority,
+            cache_salt=cache_salt,
+            session_id=session_id,
+        )
+        routing = RoutingRequest(
+            num_prompt_tokens=len(request.prompt_token_ids),
+            pinned_rank=data_parallel_rank,
+            session_id=session_id,
+            priority=priority,
+        )
+        self._submit(request, routing, collector, request_id, prompt_text or processed.prompt_text)
+        finished = False
+        try:
+            while not finished:
+                output = collector.get_nowait() or await collector.get()
+                finished = output.finished
+                yield output
+        except GatewayError:
+            finished = True  # the request has had its end: there is nothing to abort
+            raise
+        finally:
+            if not finished:
+                self._abort(request.request_id)
+
+    def _submit(
+        self,
+        request: EngineCoreRequest,
+        routing: RoutingRequest,
+        collector: RequestOutputCollector,
+        external_id: str,
+        prompt_text: str | None,
+    ) -> None:
+        """Registers and sends all sequences of a request, or none. Must not be split by an await: see the module."""
+        params = request.sampling_params
+        parent = ParentRequest(request.request_id, params) if params.n > 1 else None
+        handles: list[int] = []
+        try:
+            for index in range(params.n):
+                handle = self.core_client.next_handle()
+                child_params = params if parent is None else parent.child_params(index)
+                self.output_processor.add_request(
+                    handle=handle,
+                    external_id=external_id,
+                    internal_id=request.request_id,
+                    prompt_text=prompt_text,
+                    prompt_token_ids=list(request.prompt_token_ids),
+                    params=child_params,
+                    sink=collector,
+                    parent=parent,
+                    index=index,
+                    arrival_s=self._clock(),
+                )
+                handles.append(handle)
+                child = dataclasses.replace(request, handle=handle, sampling_params=child_params)
+                rank_id = self.core_client.add_request(child, routing)
+                self.output_processor.set_rank(handle, rank_id.rank)
+        except BaseException as error:
+            self.output_processor.remove(handles)
+            self.core_client.abort_requests(handles)  # of those that were sent
+            if isinstance(error, OverloadedError):
+                self._num_rejected += 1
+            raise
+        self._num_requests += 1
+
+    async def abort(self, request_id: str) -> None:
+        self._abort(request_id)
+
+    def _abort(self, request_id: str) -> None:
+        self.core_client.abort_requests(self.output_processor.abort(request_id))
+
+    def _check_open(self) -> None:
+        if self.errored:
+            raise self.dead_error
+        if self._stopped:
+            raise EngineDeadError("the engine client was shut down")
+        if self._draining:
+            self._num_rejected += 1
+            raise OverloadedError("the server is shutting down")
+
+    def check_admission(self, num_sequences: int = 1, num_tokens: int = 0) -> None:
+        self._check_open()
+        limits = self.config.admission
+        requests, tokens = self.output_processor.num_unfinished, self.core_client.num_queued_tokens
+        for what, limit, present, more in (
+            ("requests", limits.max_num_queued_requests, requests, num_sequences),
+            ("prompt tokens", limits.max_num_queued_tokens, tokens, num_tokens),
+        ):
+            if limit is not None and present + more > limit:
+                self._num_rejected += 1
+                raise OverloadedError(f"the server is full: {present} {what} of at most {limit} are queued, {more} more came")
+
+    def _warn_about_tracing(self) -> None:
+        if not self._trace_warned:
+            self._trace_warned = True
+            logger.warning("trace headers are dropped: no traces endpoint is configured")
+
+    # --- the output handler -------------------------------------------------------------------------------------------
+
+    def _start_output_handler(self) -> None:
+        self._output_handler = asyncio.create_task(self._handle_outputs(), name="output-handler")
+        self._output_handler.add_done_callback(self._on_handler_done)
+        self.loop_lag.start()
+
+    async def _handle_outputs(self) -> None:
+        """The only loop over what ranks say. Alive as long as the server."""
+        while True:
+            match await self.core_client.get_received():
+                case EngineCoreOutputs() as outputs:
+                    await self._handle_batch(outputs)
+                case UtilityResult() as result:
+                    self.core_client.on_utility_result(result)
+                case EngineDied() as died:
+                    self._handle_death(died)
+                case EngineFailed(cause):
+                    self.output_processor.fail_all(EngineDeadError(f"the engine is dead: {cause}", cause=cause))
+
+    async def _handle_batch(self, outputs: EngineCoreOutputs) -> None:
+        for done in self.output_processor.process(outputs, self.config.output_chunk_size, self._clock()):
+            if done.abort_handles:  # stopped on a stop string, which the engine cannot see
+                self.core_client.abort_requests(done.abort_handles)
+            if done.finished_handles:
+                self.core_client.release(done.finished_handles)
+            # Between slices and between batches: queued batches must not keep the loop from HTTP.
+            await asyncio.sleep(0)
+
+    def _handle_death(self, died: EngineDied) -> None:
+        handles = self.core_client.on_engine_died(died)
+        error = EngineDeadError(f"{died.rank_id} died: {died.cause}", died.rank_id.rank, died.cause)
+        self.output_processor.fail(handles, error)
+
+    def _on_handler_done(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            return
+        self._handler_error = task.exception()
+        logger.critical("the output handler ended", exc_info=self._handler_error)
+        self.output_processor.fail_all(self.dead_error)
+
+    # --- operations ---------------------------------------------------------------------------------------------------
+
+    async def check_health(self) -> None:
+        if self.errored:
+            raise self.dead_error
+
+    async def call_utility(self, method: str, *args: Any) -> list[Any]:
+        if self.errored:
+            raise self.dead_error
+        return await self.core_client.call_utility(method, *args)
+
+    def start_draining(self) -> None:
+        self._draining = True
+
+    async def wait_until_idle(self, timeout_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.output_processor.num_unfinished:
+                    await asyncio.sleep(IDLE_POLL_S)
+        return self.output_processor.num_unfinished == 0
+
+    async def shutdown(self) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
+        if self._output_handler is not None:
+            self._output_handler.cancel()
+        self.loop_lag.stop()
+        self.output_processor.fail_all(EngineDeadError("the engine client was shut down"))
+        await self.core_client.shutdown()
+        if self._own_run_directory is not None:
+            shutil.rmtree(self._own_run_directory, ignore_errors=True)
+
+    # --- what it looks like -------------------------------------------------------------------------------------------
+
+    def status(self) -> StatusSnapshot:
+        now, client, counters = self._clock(), self.core_client, self.output_processor.counters
+        ranks = tuple(client.rank_statuses(now))
+        ages = [rank.signal_age_ms for rank in ranks if rank.signal_age_ms is not None]
+        front_end = FrontEndStatus(
+            index=0, pid=os.getpid(), in_flight=self.output_processor.num_unfinished, event_loop_lag_ms=self.loop_lag.worst_ms
+        )
+        totals = Totals(
+            requests=self._num_requests,
+            aborted=counters.aborted,
+            failed=counters.failed,
+            rejected=self._num_rejected,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+        )
+        policy = self.config.balancer.load_balancing_policy if len(ranks) > 1 else "none"
+        return StatusSnapshot(
+            version=VERSION,
+            mode=type(client).__name__,
+            model=self.model_config.name,
+            uptime_s=round(now - self._started_s, 3),
+            state=self._state([rank.state for rank in ranks]),
+            front_ends=(front_end,),
+            ranks=ranks,
+            totals=totals,
+            balancer=BalancerStatus(policy=policy, dispatch="early", signal_age_ms=max(ages, default=None)),
+            events=client.events.events(now),
+            group=client.group_status(now),
+        )
+
+    def _state(self, rank_states: list[str]) -> str:
+        if self.errored or self._stopped:
+            return "dead"
+        if self._draining:
+            return "draining"
+        if all(state == "ready" for state in rank_states):
+            return "ready"
+        return "degraded"
+
+
+def _with_model_path(config: GatewayConfig) -> tuple[GatewayConfig, str]:
+    path = str(resolve_model(config.engine.model))
+    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, model=path)), path
+
+
+def _model_config(config: GatewayConfig, core_client: AsyncMPClient) -> ModelConfig:
+    """What all ranks can do: the least of each."""
+    ready = core_client.ready_messages
+    path = config.engine.model
+    return ModelConfig(
+        name=(config.server.served_model_name or (os.path.basename(path.rstrip("/")),))[0],
+        path=path,
+        max_model_len=min(message.max_model_len for message in ready),
+        vocab_size=min(message.vocab_size for message in ready),
+        eos_token_ids=ready[0].eos_token_ids,
+        created=int(time.time()),
+    )

@@ -1,0 +1,29 @@
+"""The three clients that reach engine cores, from one core to a balanced group. `make_async_mp_client` chooses.
+
+    AsyncMPClient        one engine core; owns transport, handshake, heartbeats, utility calls and the death funnel
+    ├── DPAsyncMPClient    external load balancer in front: its own rank only, plus the coordinator's view of the group
+    └── DPLBAsyncMPClient  internal load balancing: asks the balancer for a rank per request
+"""
+
+from __future__ import annotations
+
+from gateway.config import GatewayConfig
+from gateway.core_client.async_mp import AsyncMPClient
+from gateway.core_client.base import FrontEndPlace
+from gateway.core_client.dp_async_mp import DPAsyncMPClient
+from gateway.core_client.dplb_async_mp import DPLBAsyncMPClient
+
+__all__ = ["AsyncMPClient", "DPAsyncMPClient", "DPLBAsyncMPClient", "core_client_class", "make_async_mp_client"]
+
+
+def core_client_class(config: GatewayConfig) -> type[AsyncMPClient]:
+    """Which client serves this configuration."""
+    if config.parallel.is_external:
+        return DPAsyncMPClient
+    if config.parallel.data_parallel_size > 1:
+        return DPLBAsyncMPClient
+    return AsyncMPClient
+
+
+def make_async_mp_client(config: GatewayConfig, place: FrontEndPlace) -> AsyncMPClient:
+    return core_client_class(config)(config, place)

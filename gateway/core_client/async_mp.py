@@ -1,0 +1,383 @@
+"""One engine core behind ZMQ: transport, handshake, heartbeats, utility calls and the death funnel.
+
+Theory of operation
+-------------------
+The client binds a ROUTER (commands out, `EngineReady` in) and a PULL (everything else in). A rank says `EngineReady` on the ROUTER
+once it has loaded; from then on it is addressed by the identity of that life, so that a command for a dead life cannot reach
+its successor.
+
+Death and doubt are two things. **Proof**: the engine's own `EngineCoreDead`, or the launcher's verdict (it sees the process end).
+The first proof closes the life: what has arrived is read, then `EngineDied` is queued behind it, and every later frame of that
+epoch is dropped. **Suspicion**: no sign of life for three seconds. It only takes the rank out of rotation (`RankHealth`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import zmq
+
+from balancer.ledger import LoadLedger
+from balancer.load import RoutingRequest
+from balancer.rank_health import RankHealth, RankState
+from cores import messages as m
+from cores.codec import CodecError, decode, encode
+from gateway.config import GatewayConfig
+from gateway.core_client.base import EngineCoreClient, EngineDied, EngineFailed, FrontEndPlace, Received
+from gateway.core_client.launcher_link import LauncherLink
+from gateway.core_client.rank import Rank, RankLife
+from gateway.core_client.sockets import LoopSocket, ipc_address
+from gateway.core_client.utility_calls import UtilityCalls
+from gateway.embedded import EmbeddedLauncher, start_embedded_launcher
+from gateway.errors import EngineDeadError, InvalidRequestError, OverloadedError
+from gateway.event_log import EventLog
+from gateway.status import RankStatus
+
+logger = logging.getLogger(__name__)
+
+TICK_INTERVAL_S = 0.25  # how often silence is looked at; an edge that ZMQ swallowed costs this at most
+READY_MARGIN_S = 30.0  # the launcher's own bound strikes first, with the engine's cause
+
+
+class AsyncMPClient(EngineCoreClient):
+    """Every request goes to the one rank of this endpoint."""
+
+    def __init__(self, config: GatewayConfig, place: FrontEndPlace, clock: Callable[[], float] = time.monotonic) -> None:
+        self.events = EventLog()
+        self.ledger = LoadLedger()
+        self.num_malformed_frames = 0
+        self.num_stale_frames = 0
+        self.on_shutdown: Callable[[float], None] = lambda timeout_s: None  # the launcher's order; set by the front end
+        self._config = config
+        self._place = place
+        self._clock = clock
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._commands = LoopSocket(self._context, zmq.ROUTER, self._on_command_socket)
+        self._outputs = LoopSocket(self._context, zmq.PULL, self._on_output_socket)
+        self._link = LauncherLink(self._context, self._on_group_state, lambda timeout_s: self.on_shutdown(timeout_s))
+        self._embedded: EmbeddedLauncher | None = None
+        self._ranks = {rank: Rank(self._new_life(m.RankId(rank, 0))) for rank in config.parallel.ranks}
+        self._utilities = UtilityCalls()
+        self._received: asyncio.Queue[Received] = asyncio.Queue()
+        self._all_ready = asyncio.Event()
+        self._failure: str | None = None
+        self._last_handle = 0
+        self._ticker: asyncio.Task[None] | None = None
+        self._closed = False
+
+    # --- life of the client -------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        place = self._place
+        input_address = self._commands.bind(ipc_address(place.run_directory, f"fe{place.index}-in"))
+        output_address = self._outputs.bind(ipc_address(place.run_directory, f"fe{place.index}-out"))
+        self._commands.start()
+        self._outputs.start()
+        control_address = place.control_address
+        if control_address is None:
+            self._embedded = await start_embedded_launcher(self._config, place.run_directory)
+            control_address = self._embedded.control_address
+        self._link.start(control_address, place.index)
+        self._link.send(m.FrontEndHello(place.index, os.getpid(), input_address, output_address))
+        self._ticker = asyncio.create_task(self._tick(), name="core-client-ticker")
+        await self._wait_until_ready()
+
+    async def _wait_until_ready(self) -> None:
+        timeout_s = self._config.fault.engine_ready_timeout + READY_MARGIN_S
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._all_ready.wait(), timeout_s)
+        if self._failure is not None:
+            raise EngineDeadError(f"the engine failed to start: {self._failure}", cause=self._failure)
+        missing = [rank for rank, r in self._ranks.items() if r.life.ready is None]
+        if missing:
+            raise EngineDeadError(f"ranks {missing} were not ready after {timeout_s:.0f} s")
+
+    async def shutdown(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._ticker is not None:
+            self._ticker.cancel()
+        self._utilities.fail_all(EngineDeadError("the engine client was shut down"))
+        if self._embedded is not None:
+            await self._embedded.stop()
+        for socket in (self._commands, self._outputs, self._link):
+            socket.close()
+        self._context.term()
+
+    # --- requests out -------------------------------------------------------------------------------------------------
+
+    def next_handle(self) -> int:
+        self._last_handle += 1
+        return self._last_handle
+
+    def add_request(self, request: m.EngineCoreRequest, routing: RoutingRequest) -> m.RankId:
+        # Atomic on the loop: choosing, booking and sending must not be split by an await, or a burst would choose alike.
+        now = self._clock()
+        rank_id = self._choose(routing, now)
+        life = self._ranks[rank_id.rank].life
+        self.ledger.book(request.handle, rank_id, routing.num_prompt_tokens)
+        try:
+            seq = self._send(life, lambda seq: m.AddRequest(seq, request))
+        except BaseException:
+            self.ledger.release(request.handle)
+            raise
+        self.ledger.on_sent(request.handle, seq)
+        self._ranks[rank_id.rank].requests_total += 1
+        return rank_id
+
+    def _choose(self, routing: RoutingRequest, now: float) -> m.RankId:
+        """The rank for a request. Overridden where there is a choice."""
+        (rank,) = self._ranks.values()
+        if routing.pinned_rank is not None and routing.pinned_rank != rank.life.rank_id.rank:
+            raise InvalidRequestError(
+                f"data_parallel_rank must be {rank.life.rank_id.rank}, the only rank of this endpoint, got {routing.pinned_rank}",
+                "data_parallel_rank",
+            )
+        if not rank.life.health.is_serving:
+            raise self._unavailable()
+        return rank.life.rank_id
+
+    def _unavailable(self) -> OverloadedError | EngineDeadError:
+        if self._failure is not None:
+            return EngineDeadError(f"the engine is dead: {self._failure}", cause=self._failure)
+        states = ", ".join(f"rank {rank} is {r.life.health.state.value}" for rank, r in self._ranks.items())
+        return OverloadedError(f"no rank can take a request now: {states}")
+
+    def abort_requests(self, handles: Collection[int]) -> None:
+        by_rank: dict[m.RankId, list[int]] = {}
+        for handle in handles:
+            rank_id = self.ledger.rank_of(handle)
+            if rank_id is not None:
+                by_rank.setdefault(rank_id, []).append(handle)
+        for rank_id, held in by_rank.items():
+            self._abort_on(rank_id, tuple(held))
+
+    def _abort_on(self, rank_id: m.RankId, handles: tuple[int, ...]) -> None:
+        life = self._ranks[rank_id.rank].life
+        abort_seq = None
+        if life.rank_id == rank_id:
+            with contextlib.suppress(EngineDeadError):  # a rank that is gone needs no abort
+                abort_seq = self._send(life, lambda seq: m.AbortRequests(seq, handles))
+        for handle in handles:
+            self.ledger.release(handle, abort_seq)
+
+    def release(self, handles: Collection[int]) -> None:
+        for handle in handles:
+            self.ledger.release(handle)
+
+    def _send(self, life: RankLife, command: Callable[[int], m.Command]) -> int:
+        """Sends one command and returns its sequence number, which counts only if the send succeeds."""
+        seq = life.last_seq + 1
+        frame = encode(command(seq))
+        try:
+            self._commands.send([life.identity, frame])
+        except zmq.ZMQError as error:
+            raise EngineDeadError(f"{life.rank_id} cannot be reached: {error}", life.rank_id.rank, str(error)) from error
+        life.last_seq = seq
+        return seq
+
+    # --- utilities ----------------------------------------------------------------------------------------------------
+
+    async def call_utility(self, method: str, *args: Any) -> list[Any]:
+        lives = [rank.life for rank in self._ranks.values() if rank.life.health.state != RankState.DEAD]
+        if not lives:
+            raise self._unavailable()
+        call_id, futures = self._utilities.begin(method, [life.rank_id for life in lives])
+        try:
+            for life in lives:
+                self._send(life, lambda seq: m.UtilityCall(seq, call_id, method, args))
+            return await asyncio.gather(*futures)
+        finally:
+            for future in futures:
+                future.cancel()  # of a call that failed or was cancelled: its other answers find nobody
+
+    def on_utility_result(self, result: m.UtilityResult) -> None:
+        self._utilities.on_result(result)
+
+    # --- what comes in ------------------------------------------------------------------------------------------------
+
+    async def get_received(self) -> Received:
+        return await self._received.get()
+
+    def _decode(self, frame: bytes) -> Any:
+        try:
+            return decode(frame)
+        except CodecError as error:
+            self.num_malformed_frames += 1
+            logger.warning("dropped a malformed frame (%d so far): %s", self.num_malformed_frames, error)
+            return None
+
+    def _on_command_socket(self, frames: list[bytes]) -> None:
+        identity, *rest = frames
+        message = self._decode(rest[-1]) if rest else None
+        if not isinstance(message, m.EngineReady):
+            return
+        rank = self._ranks.get(message.rank_id.rank)
+        if rank is None or message.rank_id.epoch < rank.life.rank_id.epoch:
+            self.num_stale_frames += 1
+            return
+        life = self._life_for(rank, message.rank_id)
+        if identity != life.identity or life.ready is not None or life.health.state == RankState.DEAD:
+            self.num_stale_frames += 1
+            return
+        self._on_engine_ready(life, message)
+
+    def _on_engine_ready(self, life: RankLife, ready: m.EngineReady) -> None:
+        now = self._clock()
+        life.ready = ready
+        life.health.on_ready(now)
+        self.ledger.add_rank(
+            life.rank_id, max_num_batched_tokens=ready.max_num_batched_tokens, max_num_seqs=ready.max_num_seqs, now=now
+        )
+        self.events.add("ready", life.rank_id.rank, f"{life.rank_id} is ready on {ready.node}, pid {ready.pid}", now)
+        logger.info("%s is ready on %s, pid %d, %s", life.rank_id, ready.node, ready.pid, ready.device)
+        if all(r.life.ready is not None for r in self._ranks.values()):
+            self._all_ready.set()
+
+    def _on_output_socket(self, frames: list[bytes]) -> None:
+        message = self._decode(frames[-1])
+        rank_id = getattr(message, "rank_id", None)
+        rank = self._ranks.get(rank_id.rank) if rank_id is not None else None
+        if rank is None or rank_id != rank.life.rank_id or rank.life.health.state == RankState.DEAD:
+            self.num_stale_frames += 1
+            return
+        now, life = self._clock(), rank.life
+        match message:
+            case m.EngineCoreOutputs():
+                life.health.on_sign_of_life(now, message.step, True)
+                self._on_load(life, message.step, message.command_seq, message.load, now)
+                self._received.put_nowait(message)
+            case m.LoadReport() | m.Heartbeat():
+                has_work = message.load.num_waiting + message.load.num_running > 0
+                life.health.on_sign_of_life(now, message.step, has_work)
+                self._on_load(life, message.step, message.command_seq, message.load, now)
+                if isinstance(message, m.Heartbeat):
+                    rank.on_stats(message.stats, now)
+            case m.EngineCoreDead():
+                self._declare_dead(message.rank_id, message.cause or "it was shut down")
+            case m.UtilityResult():
+                self._received.put_nowait(message)
+
+    def _on_load(self, life: RankLife, step: int, command_seq: int, load: m.RankLoad, now: float) -> None:
+        life.load, life.load_at_s = load, now
+        self.ledger.on_report(life.rank_id, step, command_seq, load, now)
+
+    # --- death and doubt ----------------------------------------------------------------------------------------------
+
+    def _on_group_state(self, group: m.GroupState) -> None:
+        now = self._clock()
+        for record in group.ranks:
+            rank = self._ranks.get(record.rank)
+            if rank is None or record.epoch < rank.life.rank_id.epoch:
+                continue
+            life = self._life_for(rank, m.RankId(record.rank, record.epoch))
+            rank.restarts = record.restarts
+            if record.state == "dead":
+                self._outputs.drain_now()  # what the rank still said comes before the news of its death
+                self._declare_dead(life.rank_id, record.cause or "unknown cause", tell_launcher=False)
+            life.health.on_launcher_state(record.state, now)
+        if group.failed is not None and self._failure is None:
+            self._failure = group.failed
+            self._received.put_nowait(EngineFailed(group.failed))
+            self._all_ready.set()
+
+    def _declare_dead(self, rank_id: m.RankId, cause: str, *, tell_launcher: bool = True) -> None:
+        """The one way into death. The first proof counts."""
+        rank = self._ranks[rank_id.rank]
+        if rank.life.rank_id != rank_id or rank.life.health.state == RankState.DEAD:
+            return
+        now, headline = self._clock(), cause.partition("\n")[0]
+        rank.life.health.on_dead(now, headline)
+        rank.on_death(headline, now)
+        num_held = len(self.ledger.handles_on(rank_id))
+        self.events.add("death", rank_id.rank, f"{rank_id} died with {num_held} requests in flight: {headline}", now)
+        logger.error("%s died with %d requests in flight: %s", rank_id, num_held, headline)
+        self._received.put_nowait(EngineDied(rank_id, headline))
+        if tell_launcher:
+            self._link.send(m.RankDied(rank_id, headline))
+
+    def on_engine_died(self, died: EngineDied) -> list[int]:
+        self._utilities.on_engine_died(died.rank_id, died.cause)
+        return self.ledger.remove_rank(died.rank_id)
+
+    def _life_for(self, rank: Rank, rank_id: m.RankId) -> RankLife:
+        """The rank's life of that epoch; a newer epoch than known begins one, and ends the older if nobody said so."""
+        if rank_id.epoch > rank.life.rank_id.epoch:
+            if rank.life.ready is not None:
+                self._declare_dead(rank.life.rank_id, "it was replaced", tell_launcher=False)
+            rank.begin_life(self._new_life(rank_id))
+        return rank.life
+
+    def _new_life(self, rank_id: m.RankId) -> RankLife:
+        return RankLife(rank_id, RankHealth(rank_id, self._clock(), stall_timeout_s=self._config.fault.stall_timeout))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_INTERVAL_S)
+            self._link.poke()
+            self._outputs.poke()
+            self._commands.poke()
+            now = self._clock()
+            for rank in self._ranks.values():
+                self._check_silence(rank.life, now)
+            if self._embedded is not None and self._embedded.exit_code is not None and self._failure is None:
+                self._fail(f"the launcher ended with exit code {self._embedded.exit_code}")
+
+    def _fail(self, cause: str) -> None:
+        for rank in self._ranks.values():
+            self._declare_dead(rank.life.rank_id, cause, tell_launcher=False)
+        self._failure = cause
+        self._received.put_nowait(EngineFailed(cause))
+        self._all_ready.set()
+
+    def _check_silence(self, life: RankLife, now: float) -> None:
+        state = life.health.on_timer(now)
+        if state is RankState.SUSPECT:
+            silent_s = life.health.last_seen_s(now)
+            logger.warning("%s is suspect: nothing heard for %.1f s", life.rank_id, silent_s)
+            self._link.send(m.RankSuspected(life.rank_id, silent_s))
+        elif state is RankState.STALLED:
+            progress_s = life.health.last_progress_s(now)
+            text = f"{life.rank_id} is stalled: it has work and made no step for {progress_s:.1f} s"
+            logger.warning("%s", text)
+            self.events.add("stall", life.rank_id.rank, text, now)
+
+    # --- what it looks like -------------------------------------------------------------------------------------------
+
+    @property
+    def eligible(self) -> list[m.RankId]:
+        return [rank.life.rank_id for rank in self._ranks.values() if rank.life.health.is_eligible]
+
+    @property
+    def ready_messages(self) -> Sequence[m.EngineReady]:
+        return [rank.life.ready for rank in self._ranks.values() if rank.life.ready is not None]
+
+    @property
+    def failure(self) -> str | None:
+        return self._failure
+
+    @property
+    def link(self) -> LauncherLink:
+        return self._link
+
+    @property
+    def num_queued_tokens(self) -> int:
+        now = self._clock()
+        return sum(self.ledger.view(rank_id, now).num_prefill_tokens for rank_id in self.eligible)
+
+    def rank_statuses(self, now: float) -> list[RankStatus]:
+        return [rank.status(now, self.ledger.booked_tokens(rank.life.rank_id)) for rank in self._ranks.values()]
+
+    def group_status(self, now: float) -> tuple[dict[str, Any], ...]:
+        """What is known of the group's other endpoints. Only an external load balancer has any."""
+        return ()
+
+    def rank_stats(self) -> dict[int, m.SchedulerStats]:
+        return {number: rank.stats for number, rank in self._ranks.items()}

@@ -1,0 +1,111 @@
+"""What `AsyncLLM` asks of a core client, and what comes back through its one output queue."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from balancer.load import RoutingRequest
+from cores.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, RankId, SchedulerStats, UtilityResult
+from gateway.status import RankStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontEndPlace:
+    """Where a front end stands among the processes."""
+
+    index: int = 0
+    run_directory: str  # of the endpoint: its ipc sockets live there
+    control_address: str | None = None  # of the launcher; None: embedded, the client starts one as its child
+    url: str = ""  # where its HTTP server is reached
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDied:
+    """A rank's life is over. Queued behind all that arrived from it: tokens first, then the death."""
+
+    rank_id: RankId
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailed:
+    """No rank is left and none will come back."""
+
+    cause: str
+
+
+Received = EngineCoreOutputs | UtilityResult | EngineDied | EngineFailed
+
+
+class EngineCoreClient(ABC):
+    """Sends requests to ranks and brings back what they say. Requests are known by handle."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Connects to the launcher (embedded: starts it) and waits until every rank is ready.
+
+        Raises `EngineDeadError` with the engine's cause when a rank fails to start or the time is over.
+        """
+
+    @abstractmethod
+    def next_handle(self) -> int:
+        """Never used twice."""
+
+    @abstractmethod
+    def add_request(self, request: EngineCoreRequest, routing: RoutingRequest) -> RankId:
+        """Chooses a rank, books the request there and sends it; returns the rank. All or nothing.
+
+        Raises `OverloadedError` when no rank is eligible now, `EngineDeadError` when none will be, `InvalidRequestError` for an
+        impossible rank.
+        """
+
+    @abstractmethod
+    def abort_requests(self, handles: Collection[int]) -> None:
+        """One ABORT to each rank that holds some of them. Unknown handles are no-ops."""
+
+    @abstractmethod
+    def release(self, handles: Collection[int]) -> None:
+        """These ended by themselves: takes them off the books."""
+
+    @abstractmethod
+    async def get_received(self) -> Received:
+        """The next thing that any rank said, in the order of arrival."""
+
+    @abstractmethod
+    def on_engine_died(self, died: EngineDied) -> list[int]:
+        """Closes the books of a dead rank and returns the handles that it held."""
+
+    @abstractmethod
+    def call_utility(self, method: str, *args: Any) -> Any:
+        """Awaitable: the results of all ranks, by rank."""
+
+    @abstractmethod
+    def on_utility_result(self, result: UtilityResult) -> None: ...
+
+    @property
+    @abstractmethod
+    def ready_messages(self) -> Sequence[EngineReady]:
+        """Of the living ranks, by rank."""
+
+    @property
+    @abstractmethod
+    def failure(self) -> str | None:
+        """Why no rank is left and none will come back; None while there is hope."""
+
+    @property
+    @abstractmethod
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens that the ranks still have to compute, as far as known."""
+
+    @abstractmethod
+    def rank_statuses(self, now: float) -> list[RankStatus]: ...
+
+    @abstractmethod
+    def rank_stats(self) -> dict[int, SchedulerStats]:
+        """Counters by rank, monotone over restarts."""
+
+    @abstractmethod
+    async def shutdown(self) -> None: ...

@@ -1,0 +1,52 @@
+"""A front end's line to the launcher: the launcher's verdicts come in, proofs and doubts go out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import zmq
+
+from cores.codec import CodecError, Message, decode, encode
+from cores.messages import GroupState, Shutdown
+from gateway.core_client.sockets import LoopSocket
+
+logger = logging.getLogger(__name__)
+
+
+class LauncherLink:
+    """`on_group_state` gets every snapshot, `on_shutdown` the order to drain within so many seconds."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        on_group_state: Callable[[GroupState], None],
+        on_shutdown: Callable[[float], None],
+    ) -> None:
+        self._socket = LoopSocket(context, zmq.DEALER, self._on_message)
+        self._on_group_state = on_group_state
+        self._on_shutdown = on_shutdown
+
+    def start(self, control_address: str, index: int) -> None:
+        self._socket.connect(control_address, identity=f"front-end-{index}".encode())
+        self._socket.start()
+
+    def send(self, message: Message) -> None:
+        self._socket.send([encode(message)])
+
+    def poke(self) -> None:
+        self._socket.poke()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _on_message(self, frames: list[bytes]) -> None:
+        try:
+            message = decode(frames[-1])
+        except CodecError as error:
+            logger.warning("dropped a frame of the launcher: %s", error)
+            return
+        if isinstance(message, GroupState):
+            self._on_group_state(message)
+        elif isinstance(message, Shutdown):
+            self._on_shutdown(message.timeout_s)

@@ -1,0 +1,104 @@
+"""What a core client remembers of one rank, over all its lives. Knows no sockets and no clock."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from balancer.rank_health import RankHealth
+from cores.messages import EngineReady, RankId, RankLoad, SchedulerStats
+from gateway.status import RankStatus
+
+
+@dataclass(slots=True)
+class RateMeter:
+    """Growth per second of a counter, between the last two readings at least half a second apart."""
+
+    value: int = 0
+    at_s: float | None = None
+    per_s: float = 0.0
+
+    def read(self, value: int, now: float) -> None:
+        if self.at_s is None or value < self.value:  # the first reading, or a new life
+            self.value, self.at_s, self.per_s = value, now, 0.0
+        elif now - self.at_s >= 0.4:
+            self.per_s = (value - self.value) / (now - self.at_s)
+            self.value, self.at_s = value, now
+
+
+@dataclass(slots=True)
+class RankLife:
+    """One epoch of a rank."""
+
+    rank_id: RankId
+    health: RankHealth
+    ready: EngineReady | None = None
+    last_seq: int = 0  # of the commands sent to it
+    load: RankLoad = field(default_factory=RankLoad)
+    load_at_s: float | None = None
+    stats: SchedulerStats = field(default_factory=SchedulerStats)
+
+    @property
+    def identity(self) -> bytes:
+        return f"rank-{self.rank_id.rank}-{self.rank_id.epoch}".encode()
+
+
+@dataclass(slots=True)
+class Rank:
+    """A rank number of this endpoint. Counters go on over restarts."""
+
+    life: RankLife
+    restarts: int = 0
+    requests_total: int = 0
+    death_cause: str | None = None
+    last_death_s: float | None = None
+    past_stats: SchedulerStats = field(default_factory=SchedulerStats)  # of the lives before
+    prompt_rate: RateMeter = field(default_factory=RateMeter)
+    generation_rate: RateMeter = field(default_factory=RateMeter)
+
+    def begin_life(self, life: RankLife) -> None:
+        self.past_stats = self.stats
+        self.life = life
+
+    def on_stats(self, stats: SchedulerStats, now: float) -> None:
+        self.life.stats = stats
+        self.prompt_rate.read(stats.num_prompt_tokens, now)
+        self.generation_rate.read(stats.num_generation_tokens, now)
+
+    def on_death(self, cause: str, now: float) -> None:
+        self.death_cause, self.last_death_s = cause, now
+        self.prompt_rate, self.generation_rate = RateMeter(), RateMeter()
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Since the endpoint's start."""
+        past, present = dataclasses.astuple(self.past_stats), dataclasses.astuple(self.life.stats)
+        return SchedulerStats(*(a + b for a, b in zip(past, present, strict=True)))
+
+    def status(self, now: float, ledger_tokens: int) -> RankStatus:
+        life, stats = self.life, self.life.stats
+        alive = self.life.health.is_serving
+        load = life.load if alive else RankLoad()
+        return RankStatus(
+            rank=life.rank_id.rank,
+            epoch=life.rank_id.epoch,
+            state=life.health.state.value,
+            node=life.ready.node if life.ready else "",
+            pid=life.ready.pid if life.ready else None,
+            device=life.ready.device if life.ready else "",
+            waiting=load.num_waiting,
+            running=load.num_running,
+            kv_cache_usage=round(load.kv_cache_usage, 4),
+            prefix_cache_hit_rate=round(stats.prefix_cache_hits / max(1, stats.prefix_cache_queries), 4),
+            queued_tokens=load.num_prefill_tokens,
+            prompt_tokens_per_s=round(self.prompt_rate.per_s, 1),
+            generation_tokens_per_s=round(self.generation_rate.per_s, 1),
+            step_ms=round(load.step_ms, 3),
+            last_seen_s=None if life.ready is None else round(life.health.last_seen_s(now), 3),
+            signal_age_ms=None if life.load_at_s is None or not alive else round(1000 * (now - life.load_at_s), 1),
+            ledger_tokens=ledger_tokens,
+            restarts=self.restarts,
+            requests_total=self.requests_total,
+            last_death_s_ago=None if self.last_death_s is None else round(now - self.last_death_s, 3),
+            death_cause=self.death_cause,
+        )
