@@ -41,7 +41,7 @@ from gateway.outputs import RequestOutput
 from gateway.parallel_sampling import ParentRequest
 from gateway.renderer import Renderer
 from gateway.status import BalancerStatus, FrontEndStatus, StatusSnapshot, Totals
-from gateway.version import VERSION
+from gateway.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +80,16 @@ class AsyncLLM(EngineClient):
         self._own_run_directory: str | None = None
 
     @classmethod
-    async def from_config(cls, config: GatewayConfig, place: FrontEndPlace | None = None) -> AsyncLLM:
+    async def from_config(
+        cls,
+        config: GatewayConfig,
+        place: FrontEndPlace | None = None,
+        on_shutdown: Callable[[float], None] | None = None,
+    ) -> AsyncLLM:
         """An engine client whose ranks are all ready.
 
         Without a `place` (in a user's script) it starts the launcher and its engine cores as children, which end with it.
+        `on_shutdown` is called with a time in seconds when the launcher wants the front end to drain.
         Raises `ConfigError` for a setting or model directory that cannot be used, `EngineDeadError` with the engine's own cause
         when a rank does not start.
         """
@@ -96,6 +102,8 @@ class AsyncLLM(EngineClient):
             config, path = _with_model_path(config)
             renderer = Renderer.from_directory(path, config.server.chat_template)
             core_client = make_async_mp_client(config, place)
+            if on_shutdown is not None:
+                core_client.on_shutdown = on_shutdown
             await core_client.start()
             llm = cls(config, _model_config(config, core_client), renderer, core_client)
         except BaseException:
@@ -235,6 +243,10 @@ class AsyncLLM(EngineClient):
     def _abort(self, request_id: str) -> None:
         self.core_client.abort_requests(self.output_processor.abort(request_id))
 
+    def abort_all(self) -> None:
+        """Ends everything in flight: every reader gets its partial answer with finish reason "abort"."""
+        self.core_client.abort_requests(self.output_processor.abort_all())
+
     def _check_open(self) -> None:
         if self.errored:
             raise self.dead_error
@@ -354,7 +366,7 @@ class AsyncLLM(EngineClient):
         )
         policy = self.config.balancer.load_balancing_policy if len(ranks) > 1 else "none"
         return StatusSnapshot(
-            version=VERSION,
+            version=__version__,
             mode=type(client).__name__,
             model=self.model_config.name,
             uptime_s=round(now - self._started_s, 3),

@@ -76,7 +76,7 @@ class Rank:
         return SchedulerStats(*(a + b for a, b in zip(past, present, strict=True)))
 
     def status(self, now: float, ledger_tokens: int) -> RankStatus:
-        life, stats = self.life, self.life.stats
+        life, stats, lifetime = self.life, self.life.stats, self.stats
         alive = self.life.health.is_serving
         load = life.load if alive else RankLoad()
         return RankStatus(
@@ -101,4 +101,9 @@ class Rank:
             requests_total=self.requests_total,
             last_death_s_ago=None if self.last_death_s is None else round(now - self.last_death_s, 3),
             death_cause=self.death_cause,
+            prompt_tokens=lifetime.num_prompt_tokens,
+            generation_tokens=lifetime.num_generation_tokens,
+            prefix_cache_queries=lifetime.prefix_cache_queries,
+            prefix_cache_hits=lifetime.prefix_cache_hits,
+            preemptions=lifetime.num_preemptions,
         )

@@ -1,0 +1,159 @@
+"""The front-end process: HTTP server, `AsyncLLM` and nothing else. Started by the launcher, told by one JSON line on stdin.
+
+The HTTP server answers from the first moment, so that `/live` and `/ready` can tell starting from dead. Stdin stays open as long
+as the launcher lives: its end is ours, even after a `kill -9`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+import uvloop
+import zmq
+
+from cores.codec import encode
+from cores.config import from_plain
+from cores.messages import FrontEndFailed, FrontEndReady
+from gateway.async_llm import AsyncLLM
+from gateway.config import ConfigError, GatewayConfig
+from gateway.core_client.base import FrontEndPlace
+from gateway.errors import GatewayError
+from gateway.log import set_up_logging
+from gateway.server.app import RunningServer, run_server
+from gateway.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+WATCHDOG_INTERVAL_S = 1.0
+WATCHDOG_PATIENCE = 3  # looks: clients of the dead engine get their errors, and a last `/status` its cause
+LAST_WORDS_S = 1.0
+
+
+class FrontEnd:
+    """One front end from start to exit code."""
+
+    def __init__(self, config: GatewayConfig, place: FrontEndPlace) -> None:
+        self.config = config
+        self.place = place
+        self.state = ServerState(config)
+        self.shutdown_ordered: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    def order_shutdown(self, timeout_s: float) -> None:
+        if not self.shutdown_ordered.done():
+            self.shutdown_ordered.set_result(timeout_s)
+
+    async def run(self, listener: socket.socket) -> int:
+        server = await run_server(self.state, listener)
+        try:
+            llm = await self._start_engine()
+        except (GatewayError, ConfigError) as error:
+            logger.error("%s", error)
+            self._tell_launcher(str(error))
+            await server.stop()
+            return 1
+        if llm is None:  # told to stop while starting
+            await server.stop()
+            return 0
+        return await self._serve(llm, server)
+
+    async def _start_engine(self) -> AsyncLLM | None:
+        start = asyncio.create_task(AsyncLLM.from_config(self.config, self.place, self.order_shutdown))
+        await asyncio.wait({start, self.shutdown_ordered}, return_when=asyncio.FIRST_COMPLETED)
+        if not start.done():
+            start.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await start
+            return None
+        return start.result()
+
+    async def _serve(self, llm: AsyncLLM, server: RunningServer) -> int:
+        llm.output_processor.on_finished = self.state.metrics.on_finished
+        self.state.engine = llm
+        llm.core_client.link.send(
+            FrontEndReady(self.place.index, type(llm.core_client).__name__, len(self.config.parallel.ranks))
+        )
+        gc.collect()
+        gc.freeze()  # what start-up made lives for ever: the collector need not walk it again
+        watchdog = asyncio.create_task(self._watch(llm), name="watchdog")
+        await asyncio.wait({watchdog, self.shutdown_ordered}, return_when=asyncio.FIRST_COMPLETED)
+        watchdog.cancel()
+        if not self.shutdown_ordered.done():
+            self._tell_launcher(str(llm.dead_error))
+            await self._stop(llm, server, 0.0)
+            return 1
+        await self._stop(llm, server, self.shutdown_ordered.result())
+        return 0
+
+    async def _stop(self, llm: AsyncLLM, server: RunningServer, timeout_s: float) -> None:
+        llm.start_draining()
+        in_flight = llm.output_processor.num_unfinished
+        logger.info("draining %d requests for at most %.0f s", in_flight, timeout_s)
+        if not await llm.wait_until_idle(timeout_s):
+            logger.warning("%d requests were not done in time and are aborted", llm.output_processor.num_unfinished)
+            llm.abort_all()
+        await server.stop()
+        await llm.shutdown()
+
+    async def _watch(self, llm: AsyncLLM) -> None:
+        """Returns when the engine has been dead for a few looks and nobody wants the server to outlive it."""
+        looks = 0
+        while looks < WATCHDOG_PATIENCE or llm.should_keep_api_server_alive:
+            await asyncio.sleep(WATCHDOG_INTERVAL_S)
+            looks = looks + 1 if llm.errored else 0
+
+    def _tell_launcher(self, cause: str) -> None:
+        """Last words, over a line of their own: the core client's may be closed already."""
+        if self.place.control_address is None:
+            return
+        with zmq.Context() as context, context.socket(zmq.DEALER) as control:
+            control.setsockopt(zmq.LINGER, int(1000 * LAST_WORDS_S))
+            control.connect(self.place.control_address)
+            control.send(encode(FrontEndFailed(self.place.index, cause)))
+
+
+def end_with_stdin(stream: Any) -> None:
+    """Ends this process when the launcher is gone. A thread: the loop may be busy, the death must not wait."""
+
+    def watch() -> None:
+        while stream.read(4096):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, name="stdin-watch", daemon=True).start()
+
+
+async def run_front_end(orders: dict[str, Any]) -> int:
+    config = from_plain(GatewayConfig, orders["config"])
+    listener = socket.socket(fileno=orders["listener_fd"])
+    place = FrontEndPlace(
+        index=orders["index"],
+        run_directory=orders["run_directory"],
+        control_address=orders["control_address"],
+        url=orders.get("url", ""),
+    )
+    front_end = FrontEnd(config, place)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, front_end.order_shutdown, config.server.shutdown_timeout)
+    return await front_end.run(listener)
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group; the launcher decides
+    orders = json.loads(sys.stdin.buffer.readline())
+    end_with_stdin(sys.stdin.buffer)
+    set_up_logging(orders.get("log_level", "info"))
+    return uvloop.run(run_front_end(orders))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

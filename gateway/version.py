@@ -1,3 +1,0 @@
-"""The version, once: `pyproject.toml` reads it from here."""
-
-VERSION = "0.1.0"
