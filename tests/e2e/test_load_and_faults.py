@@ -1,0 +1,182 @@
+"""Two ranks under load: spread, disconnects, a killed rank, a drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+
+Serve = Callable[..., Any]
+Poll = Callable[..., Any]
+
+
+@contextlib.asynccontextmanager
+async def completion(session: aiohttp.ClientSession, url: str, **fields: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+    body = {"model": "tiny", "prompt": "one two three", "temperature": 0, "ignore_eos": True, "stream": True} | fields
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        yield response
+
+
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any] | str]:
+    async for line in response.content:
+        data = line.decode().strip().removeprefix("data: ")
+        if data:
+            yield data if data == "[DONE]" else json.loads(data)
+
+
+async def whole(session: aiohttp.ClientSession, url: str, **fields: Any) -> dict[str, Any]:
+    async with completion(session, url, stream=False, **fields) as response:
+        return {"status": response.status, "rank": response.headers.get("X-Gateway-Rank"), **await response.json()}
+
+
+def client_session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=60))
+
+
+async def test_a_hundred_requests_get_exact_counts_and_use_both_ranks(serve: Serve, simulated: list[str], poll: Poll) -> None:
+    server = serve(*simulated, "-dp", "2")
+    lengths = [1 + (7 * i) % 40 for i in range(100)]
+    async with client_session() as session:
+        answers = await asyncio.gather(*(whole(session, server.url, max_tokens=n, prompt="word " * (1 + n)) for n in lengths))
+    assert [a["usage"]["completion_tokens"] for a in answers] == lengths
+    ranks = [a["rank"] for a in answers]
+    assert min(ranks.count("0"), ranks.count("1")) >= 33
+    await asyncio.to_thread(poll, server.is_idle, "both sides are empty")
+
+
+async def test_the_answer_of_a_request_is_the_same_on_every_rank(serve: Serve, simulated: list[str]) -> None:
+    server = serve(*simulated, "-dp", "2")
+    async with client_session() as session:
+        answers = await asyncio.gather(*(whole(session, server.url, max_tokens=12, temperature=0.8, seed=7) for _ in range(8)))
+    assert {a["rank"] for a in answers} == {"0", "1"}
+    assert len({a["choices"][0]["text"] for a in answers}) == 1
+
+
+async def test_a_client_that_leaves_after_five_tokens_frees_its_rank_and_the_ledger(
+    serve: Serve, simulated: list[str], poll: Poll
+) -> None:
+    server = serve(*simulated, "-dp", "2")
+    async with client_session() as session:
+        for _ in range(3):
+            async with completion(session, server.url, max_tokens=4000) as response:
+                seen = 0
+                async for event in events(response):
+                    seen += event != "[DONE]"
+                    if seen == 5:
+                        response.close()
+                        break
+        await asyncio.to_thread(poll, server.is_idle, "both ranks are idle", 10)
+    assert server.status()["totals"]["aborted"] == 3
+
+
+async def read_to_the_end(session: aiohttp.ClientSession, url: str, started: asyncio.Event, **fields: Any) -> dict[str, Any]:
+    """Reads a whole stream and says how it ended."""
+    text, reason, error, done = "", None, None, False
+    async with completion(session, url, **fields) as response:
+        rank = response.headers.get("X-Gateway-Rank")
+        async for event in events(response):
+            started.set()
+            if event == "[DONE]":
+                done = True
+            elif "error" in event:
+                error = event["error"]
+            elif event["choices"]:
+                text += event["choices"][0]["text"]
+                reason = event["choices"][0]["finish_reason"] or reason
+    return {"rank": rank, "text": text, "reason": reason, "error": error, "done": done}
+
+
+async def test_kill_9_of_one_of_two_ranks_ends_its_own_requests_only(serve: Serve, simulated: list[str], poll: Poll) -> None:
+    server = serve(*simulated, "-dp", "2", "--engine-restarts", "0")
+    async with client_session() as session:
+        started = [asyncio.Event() for _ in range(8)]
+        streams = [
+            asyncio.create_task(read_to_the_end(session, server.url, event, max_tokens=600, prompt=f"stream {i}"))
+            for i, event in enumerate(started)
+        ]
+        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in started)), 30)
+        os.kill(server.rank(0)["pid"], signal.SIGKILL)
+        await asyncio.to_thread(poll, lambda: server.rank(0)["state"] == "dead", "rank 0 is shown dead", 20)
+        ends = await asyncio.gather(*streams)
+        lost = [end for end in ends if end["rank"] == "0"]
+        kept = [end for end in ends if end["rank"] == "1"]
+        assert len(lost) + len(kept) == 8
+        assert lost
+        assert kept
+        assert all(end["error"] is not None and "rank 0" in end["error"]["message"] and not end["done"] for end in lost)
+        assert all(end["reason"] == "length" and end["done"] and end["error"] is None for end in kept)
+        assert "signal" in server.rank(0)["death_cause"].lower() or "9" in server.rank(0)["death_cause"]
+        after = await asyncio.gather(*(whole(session, server.url, max_tokens=3) for _ in range(6)))
+    assert {a["rank"] for a in after} == {"1"}
+    assert server.get("/health").status_code == 200
+    assert server.status()["state"] == "degraded"
+    assert server.status()["totals"]["failed"] == len(lost)
+
+
+async def test_death_of_the_only_rank_fails_requests_with_the_cause_and_ends_the_server(
+    serve: Serve, simulated: list[str]
+) -> None:
+    server = serve(*simulated, "--engine-restarts", "0")
+    async with client_session() as session:
+        started = asyncio.Event()
+        stream = asyncio.create_task(read_to_the_end(session, server.url, started, max_tokens=4000))
+        await asyncio.wait_for(started.wait(), 30)
+        os.kill(server.rank(0)["pid"], signal.SIGKILL)
+        end = await asyncio.wait_for(stream, 20)
+    assert "rank 0" in end["error"]["message"]
+    assert not end["done"]
+    assert await asyncio.to_thread(server.process.wait, 100) != 0
+
+
+async def test_a_server_that_is_kept_alive_says_503_after_its_only_rank_died(
+    serve: Serve, simulated: list[str], poll: Poll
+) -> None:
+    server = serve(*simulated, "--engine-restarts", "0", env={"GATEWAY_KEEP_ALIVE_ON_ENGINE_DEATH": "1"})
+    os.kill(server.rank(0)["pid"], signal.SIGKILL)
+    await asyncio.to_thread(poll, lambda: server.get("/health").status_code == 503, "/health says 503", 20)
+    async with client_session() as session:
+        answer = await whole(session, server.url, max_tokens=3)
+    assert answer["status"] == 503
+    assert "dead" in answer["error"]["message"] or "died" in answer["error"]["message"]
+    assert server.status()["state"] == "dead"
+
+
+async def test_a_killed_rank_comes_back_with_the_next_epoch(serve: Serve, simulated: list[str], poll: Poll) -> None:
+    server = serve(*simulated, "-dp", "2", "--engine-restarts", "3")
+    os.kill(server.rank(1)["pid"], signal.SIGKILL)
+
+    def is_back() -> bool:
+        row = server.rank(1)
+        return bool(row["state"] == "ready" and row["epoch"] == 2)
+
+    await asyncio.to_thread(poll, is_back, "rank 1 is ready again", 60)
+    assert server.rank(1)["restarts"] == 1
+    async with client_session() as session:
+        answers = await asyncio.gather(*(whole(session, server.url, max_tokens=3) for _ in range(8)))
+    assert {a["rank"] for a in answers} == {"0", "1"}
+
+
+async def test_sigterm_lets_streams_finish_refuses_new_requests_and_exits_0(
+    serve: Serve, simulated: list[str], poll: Poll
+) -> None:
+    server = serve(*simulated, "-dp", "2")
+    async with client_session() as session:
+        started = [asyncio.Event() for _ in range(20)]
+        streams = [
+            asyncio.create_task(read_to_the_end(session, server.url, event, max_tokens=400, prompt=f"stream {i}"))
+            for i, event in enumerate(started)
+        ]
+        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in started)), 30)
+        server.process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(poll, lambda: server.get("/ready").status_code == 503, "/ready says 503", 10)
+        refused = await whole(session, server.url, max_tokens=3)
+        ends = await asyncio.gather(*streams)
+    assert refused["status"] == 503
+    assert all(end["reason"] == "length" and end["done"] for end in ends)
+    assert await asyncio.to_thread(server.stop) == 0

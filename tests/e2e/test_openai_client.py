@@ -1,0 +1,94 @@
+"""OpenAI's own Python client against each of the three modes."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+
+MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def check_endpoint(url: str) -> None:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=30, max_retries=0) as client:
+        (model,) = client.models.list().data
+        whole = client.chat.completions.create(
+            model=model.id, messages=MESSAGES, temperature=0, max_tokens=24, extra_body={"ignore_eos": True}
+        )
+        assert whole.choices[0].finish_reason == "length"
+        assert whole.usage.completion_tokens == 24
+        assert whole.usage.total_tokens == whole.usage.prompt_tokens + 24
+
+        chunks = list(
+            client.chat.completions.create(
+                model=model.id,
+                messages=MESSAGES,
+                temperature=0,
+                max_tokens=24,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"ignore_eos": True},
+            )
+        )
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+        reasons = [c.choices[0].finish_reason for c in chunks if c.choices]
+        assert reasons[-1] == "length"
+        assert set(reasons[:-1]) == {None}
+        assert chunks[-1].usage == whole.usage
+
+
+def test_one_core(serve: Callable[..., Any], simulated: list[str]) -> None:
+    server = serve(*simulated)
+    assert "mode=AsyncMPClient  ranks=1" in server.ready_lines[0]
+    check_endpoint(server.url)
+
+
+def test_internal_load_balancing(serve: Callable[..., Any], simulated: list[str]) -> None:
+    server = serve(*simulated, "-dp", "2")
+    assert "mode=DPLBAsyncMPClient  ranks=2" in server.ready_lines[0]
+    check_endpoint(server.url)
+
+
+def test_external_load_balancing_two_endpoints(
+    serve: Callable[..., Any], simulated: list[str], poll: Callable[..., Any]
+) -> None:
+    external = ["-dp", "2", "--data-parallel-external-lb", "--data-parallel-rpc-port", str(free_port())]
+    servers = [serve(*simulated, *external, "--data-parallel-rank", rank) for rank in ("0", "1")]
+    for rank, server in enumerate(servers):
+        assert "mode=DPAsyncMPClient" in server.ready_lines[0]
+        check_endpoint(server.url)
+        assert [row["rank"] for row in server.status()["ranks"]] == [rank]
+        poll(lambda server=server: len(server.status()["group"]) == 2, "the coordinator's view of both ranks")
+
+
+def test_external_load_balancing_supervised(serve: Callable[..., Any], simulated: list[str]) -> None:
+    port = free_port()
+    arguments = ["-dp", "2", "--data-parallel-multi-port-external-lb", "--data-parallel-rpc-port", str(free_port())]
+    server = serve(*simulated, *arguments, "--port", str(port), ready_lines=2)
+    assert server.urls == [f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}"]
+    for url in server.urls:
+        check_endpoint(url)
+
+
+def test_pinned_rank_is_honoured_and_an_impossible_one_is_a_400(serve: Callable[..., Any], simulated: list[str]) -> None:
+    server = serve(*simulated, "-dp", "2")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        for _ in range(4):
+            answer = client.chat.completions.with_raw_response.create(
+                model="tiny", messages=MESSAGES, max_tokens=2, extra_headers={"X-data-parallel-rank": "1"}
+            )
+            assert answer.headers["X-Gateway-Rank"] == "1"
+        with pytest.raises(openai.BadRequestError, match="2"):
+            client.chat.completions.create(
+                model="tiny", messages=MESSAGES, max_tokens=2, extra_headers={"X-data-parallel-rank": "2"}
+            )
+    assert server.rank(0)["requests_total"] == 0
