@@ -89,8 +89,8 @@ class EngineClient(ABC):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Streams the outputs of one request; the last one is `finished`, and there is always exactly one such end or an error.
 
-        Nothing happens until the generator is iterated. Closing it aborts the request. `request_id` is the caller's name for it,
-        echoed and accepted by `abort`; two requests may share one. `prompt_text` is what `prompt` ids were made from, if known.
+        Nothing happens until the generator is iterated. Closing it aborts the request. `request_id` is the caller's name for
+        it, echoed and accepted by `abort`; two requests may share one. `prompt_text` is what `prompt` ids were made from.
 
         Raises `InvalidRequestError` before any token, `OverloadedError` when there is no room, `EngineGenerateError` when this
         request fails, `EngineDeadError` when its rank dies and it cannot go on.

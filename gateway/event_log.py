@@ -31,5 +31,6 @@ class EventLog:
     def events(self, now: float) -> tuple[Event, ...]:
         """Oldest first."""
         return tuple(
-            Event(seq=e.seq, age_s=round(max(0.0, now - e.at_s), 3), kind=e.kind, rank=e.rank, text=e.text) for e in self._entries
+            Event(seq=e.seq, age_s=round(max(0.0, now - e.at_s), 3), kind=e.kind, rank=e.rank, text=e.text)
+            for e in self._entries
         )

@@ -1,7 +1,7 @@
 """The front-end process: HTTP server, `AsyncLLM` and nothing else. Started by the launcher, told by one JSON line on stdin.
 
-The HTTP server answers from the first moment, so that `/live` and `/ready` can tell starting from dead. Stdin stays open as long
-as the launcher lives: its end is ours, even after a `kill -9`.
+The HTTP server answers from the first moment, so that `/live` and `/ready` can tell starting from dead. Stdin stays open as
+long as the launcher lives: its end is ours, even after a `kill -9`.
 """
 
 from __future__ import annotations

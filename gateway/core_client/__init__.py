@@ -1,8 +1,8 @@
 """The three clients that reach engine cores, from one core to a balanced group. `make_async_mp_client` chooses.
 
-    AsyncMPClient        one engine core; owns transport, handshake, heartbeats, utility calls and the death funnel
-    ├── DPAsyncMPClient    external load balancer in front: its own rank only, plus the coordinator's view of the group
-    └── DPLBAsyncMPClient  internal load balancing: asks the balancer for a rank per request
+AsyncMPClient        one engine core; owns transport, handshake, heartbeats, utility calls and the death funnel
+├── DPAsyncMPClient    external load balancer in front: its own rank only, plus the coordinator's view of the group
+└── DPLBAsyncMPClient  internal load balancing: asks the balancer for a rank per request
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 Theory of operation
 -------------------
-The client binds a ROUTER (commands out, `EngineReady` in) and a PULL (everything else in). A rank says `EngineReady` on the ROUTER
-once it has loaded; from then on it is addressed by the identity of that life, so that a command for a dead life cannot reach
-its successor.
+The client binds a ROUTER (commands out, `EngineReady` in) and a PULL (everything else in). A rank says `EngineReady` on the
+ROUTER once it has loaded; from then on it is addressed by the identity of that life, so that a command for a dead life cannot
+reach its successor.
 
-Death and doubt are two things. **Proof**: the engine's own `EngineCoreDead`, or the launcher's verdict (it sees the process end).
-The first proof closes the life: what has arrived is read, then `EngineDied` is queued behind it, and every later frame of that
-epoch is dropped. **Suspicion**: no sign of life for three seconds. It only takes the rank out of rotation (`RankHealth`).
+Death and doubt are two things. **Proof**: the engine's own `EngineCoreDead`, or the launcher's verdict (it sees the process
+end). The first proof closes the life: what has arrived is read, then `EngineDied` is queued behind it, and every later frame of
+that epoch is dropped. **Suspicion**: no sign of life for three seconds. It only takes the rank out of rotation (`RankHealth`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import zmq
-
 from balancer.ledger import LoadLedger
-from balancer.load import RoutingRequest
 from balancer.rank_health import RankHealth, RankState
+
+from balancer.load import RoutingRequest
 from cores import messages as m
 from cores.codec import CodecError, decode, encode
 from gateway.config import GatewayConfig
@@ -60,7 +60,7 @@ class AsyncMPClient(EngineCoreClient):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._commands = LoopSocket(self._context, zmq.ROUTER, self._on_command_socket)
         self._outputs = LoopSocket(self._context, zmq.PULL, self._on_output_socket)
-        self._link = LauncherLink(self._context, self._on_group_state, lambda timeout_s: self.on_shutdown(timeout_s))
+        self._link = LauncherLink(self._context, self._on_group_state, self._on_shutdown)
         self._embedded: EmbeddedLauncher | None = None
         self._ranks = {rank: Rank(self._new_life(m.RankId(rank, 0))) for rank in config.parallel.ranks}
         self._utilities = UtilityCalls()
@@ -87,6 +87,9 @@ class AsyncMPClient(EngineCoreClient):
         self._link.send(m.FrontEndHello(place.index, os.getpid(), input_address, output_address))
         self._ticker = asyncio.create_task(self._tick(), name="core-client-ticker")
         await self._wait_until_ready()
+
+    def _on_shutdown(self, timeout_s: float) -> None:
+        self.on_shutdown(timeout_s)
 
     async def _wait_until_ready(self) -> None:
         timeout_s = self._config.fault.engine_ready_timeout + READY_MARGIN_S

@@ -6,8 +6,9 @@ import random
 import time
 from collections.abc import Callable
 
-from balancer.load import RoutingRequest
 from balancer.load_balancer import LoadBalancer, NoRankAvailableError, UnknownRankError
+
+from balancer.load import RoutingRequest
 from balancer.policies import make_policy
 from cores.messages import RankId
 from gateway.config import GatewayConfig

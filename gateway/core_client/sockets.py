@@ -2,8 +2,8 @@
 
 Theory of operation
 -------------------
-`zmq.asyncio` costs 12 µs a message in a flood; a plain socket read from its file descriptor costs 0.55 µs. The price is one rule:
-the descriptor is **edge-triggered**. It becomes readable when the socket's state may have changed, once. So a reader must
+`zmq.asyncio` costs 12 µs a message in a flood; a plain socket read from its file descriptor costs 0.55 µs. The price is one
+rule: the descriptor is **edge-triggered**. It becomes readable when the socket's state may have changed, once. So a reader must
 
 1. drain until EAGAIN (or come back by itself when it stops early to give the loop a turn), and
 2. look at the socket's EVENTS after every *send* too: a send processes the same internal commands, and may swallow the edge
@@ -65,7 +65,7 @@ class LoopSocket:
             self._schedule_drain()
 
     def drain_now(self) -> None:
-        """Reads all that has arrived, without giving the loop a turn: what a dead peer sent comes before the news of its death."""
+        """Reads all that has arrived without giving the loop a turn: what a dead peer sent comes before the news of its death."""
         while self._receive_one():
             pass
 
