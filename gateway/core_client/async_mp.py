@@ -140,7 +140,7 @@ class AsyncMPClient(EngineCoreClient):
         (rank,) = self._ranks.values()
         if routing.pinned_rank is not None and routing.pinned_rank != rank.life.rank_id.rank:
             raise InvalidRequestError(
-                f"data_parallel_rank must be {rank.life.rank_id.rank}, the only rank of this endpoint, got {routing.pinned_rank}",
+                f"data_parallel_rank must be {rank.life.rank_id.rank}, the only rank here, got {routing.pinned_rank}",
                 "data_parallel_rank",
             )
         if not rank.life.health.is_serving:

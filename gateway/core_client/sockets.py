@@ -65,7 +65,7 @@ class LoopSocket:
             self._schedule_drain()
 
     def drain_now(self) -> None:
-        """Reads all that has arrived without giving the loop a turn: what a dead peer sent comes before the news of its death."""
+        """Reads all that has arrived at once: what a dead peer sent comes before the news of its death."""
         while self._receive_one():
             pass
 
