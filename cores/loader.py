@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from cores.config import ConfigError, EngineConfig
 from cores.runner.attention import ATTENTION_NAME
+from cores.runner.model_dir import read_eos_token_ids
 from cores.runner.paged_kv_cache import KVCacheShape
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         dtype=dtype,
         max_model_len=max_model_len,
         vocab_size=model_config.vocab_size,
-        eos_token_ids=read_eos_token_ids(path, model_config),
+        eos_token_ids=read_eos_token_ids(path, model_config.to_dict()),
         cache_shape=_cache_shape(model_config, config.block_size, dtype),
     )
 
@@ -96,9 +96,9 @@ def _has_other_layers(config: Any, max_model_len: int) -> bool:
 
 
 def _has_short_window(config: Any, max_model_len: int) -> bool:
-    window = getattr(config, "sliding_window", None)
+    window: int | None = getattr(config, "sliding_window", None)
     # A window that no sequence outgrows is full attention. Qwen2 writes a window down and switches it off.
-    return bool(window) and window < max_model_len and getattr(config, "use_sliding_window", True)
+    return window is not None and window < max_model_len and getattr(config, "use_sliding_window", True)
 
 
 def _has_rope_that_depends_on_the_batch(config: Any, max_model_len: int) -> bool:
@@ -154,21 +154,8 @@ def resolve_device(wanted: str) -> torch.device:
 
 
 def resolve_dtype(wanted: str, config: Any) -> torch.dtype:
-    dtype = (config.dtype or torch.float32) if wanted == "auto" else getattr(torch, wanted)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
-def read_eos_token_ids(path: Path, config: Any) -> tuple[int, ...]:
-    """From generation_config.json, else config.json. Either may hold one id, a list or none."""
-    file = path / "generation_config.json"
-    try:
-        eos = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    except ValueError as error:
-        raise ConfigError(f"{str(file)!r} is not JSON: {error}") from error
-    if eos is None:
-        eos = getattr(config, "eos_token_id", None)
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    own: torch.dtype = config.dtype or torch.float32
+    return own if wanted == "auto" else {d: getattr(torch, d) for d in ("float32", "bfloat16", "float16")}[wanted]
 
 
 def device_name(device: torch.device) -> str:

@@ -4,8 +4,8 @@ Knows how to compute one step. Which requests are in it and which blocks they ow
 is chosen from logits the sampler's.
 
 The OpenMP trap: processes that share cores must start with `OMP_NUM_THREADS` = cores / processes and `OMP_WAIT_POLICY=passive`
-in their environment. Both are read when torch is imported, so the launcher sets them; `num_threads` here can lower the number of
-threads but not stop idle ones from spinning, and two spinning engines on two cores turn a step of 55 ms into seconds.
+in their environment. Both are read when torch is imported, so the launcher sets them. `num_threads` here can only lower the
+number of threads, not stop idle ones from spinning, and two spinning engines on two cores turn a step of 55 ms into seconds.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ class TorchModelRunner:
             free_bytes=free_memory_bytes(loaded.device),
             is_cuda=loaded.device.type == "cuda",
             max_model_len=loaded.max_model_len,
+            must_hold_model_len=self._config.max_model_len is not None,
             max_num_seqs=self._config.max_num_seqs,
             num_kv_blocks=self._config.num_kv_blocks,
             kv_cache_memory_bytes=self._config.kv_cache_memory_bytes,
         )
         with torch.inference_mode():
             self._cache = PagedKVCache(loaded.cache_shape, num_kv_blocks, loaded.device)
-            self._sampler = Sampler(loaded.vocab_size, loaded.eos_token_ids, loaded.device)
+            self._sampler = Sampler(loaded.vocab_size, loaded.device)
         self._try_one_step()
         logger.info(
             "loaded %s: %s on %s, %d KV blocks of %d tokens (%d MiB)",

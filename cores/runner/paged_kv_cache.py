@@ -41,6 +41,7 @@ def choose_num_kv_blocks(
     free_bytes: int,
     is_cuda: bool,
     max_model_len: int,
+    must_hold_model_len: bool,
     max_num_seqs: int,
     num_kv_blocks: int | None = None,
     kv_cache_memory_bytes: int | None = None,
@@ -55,11 +56,13 @@ def choose_num_kv_blocks(
         # More than every sequence at its longest is never used.
         most = max_num_seqs * shape.num_blocks_for(max_model_len)
         num_blocks, wanted_by = min(most, int(budget) // shape.block_bytes), f"{_mib(int(budget))} of free memory"
-    if num_blocks < shape.num_blocks_for(max_model_len):
+    # The scheduler lowers the model length to what the cache holds: fine, unless somebody asked for that length.
+    needed = max_model_len if must_hold_model_len else 2  # a prompt of one token and its answer
+    if num_blocks < shape.num_blocks_for(needed):
         raise ConfigError(
             f"{wanted_by} gives a KV cache of {num_blocks} blocks of {shape.block_size} tokens, but one sequence of"
-            f" --max-model-len {max_model_len} needs {shape.num_blocks_for(max_model_len)} of them"
-            f" ({_mib(shape.num_blocks_for(max_model_len) * shape.block_bytes)})"
+            f" {needed} tokens needs {shape.num_blocks_for(needed)} of them"
+            f" ({_mib(shape.num_blocks_for(needed) * shape.block_bytes)})"
         )
     if num_blocks * shape.block_bytes > free_bytes:
         raise ConfigError(
@@ -80,7 +83,7 @@ class PagedKVCache:
     """
 
     def __init__(self, shape: KVCacheShape, num_blocks: int, device: torch.device) -> None:
-        # One block more than the scheduler knows of: block tables of unequal length are padded with it, and nobody writes there.
+        # One block more than the scheduler knows of: it pads block tables of unequal length, and nobody writes there.
         self.padding_block = num_blocks
         size = (shape.num_layers, 2, num_blocks + 1, shape.block_size, shape.num_kv_heads, shape.head_dim)
         # Not zeroed: on a CPU the pages then cost nothing until they are used.

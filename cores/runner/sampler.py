@@ -28,8 +28,7 @@ class TokenIdError(ValueError):
 
 
 class Sampler:
-    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
-        self._eos_token_ids = eos_token_ids
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._index_hashes = index_hashes(vocab_size, device)
 
     def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> ModelRunnerOutput:
@@ -57,7 +56,7 @@ class Sampler:
         for i, request in enumerate(requests):
             if _needs_shaping(request):
                 try:
-                    shape_logits(logits[i], request, self._eos_token_ids)
+                    shape_logits(logits[i], request)
                 except TokenIdError as error:
                     errors[i] = str(error)
         return errors
@@ -103,7 +102,7 @@ def _has_penalties(p: SamplingParams) -> bool:
     return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
 
 
-def shape_logits(row: torch.Tensor, request: Request, eos_token_ids: tuple[int, ...]) -> None:
+def shape_logits(row: torch.Tensor, request: Request) -> None:
     """In place, on one row [vocabulary]. Raises `TokenIdError`."""
     p = request.sampling_params
     if p.allowed_token_ids is not None:
@@ -112,8 +111,7 @@ def shape_logits(row: torch.Tensor, request: Request, eos_token_ids: tuple[int, 
         row.fill_(NEG_INF)
         row[allowed] = kept
     if request.num_output_tokens < p.min_tokens:
-        stops = (*(() if p.ignore_eos else eos_token_ids), *p.stop_token_ids)
-        row[_ids([i for i in stops if i < len(row)], row, "stop_token_ids")] = NEG_INF
+        row[[i for i in request.stop_ids if i < len(row)]] = NEG_INF
     if p.logit_bias:
         biased = _ids(list(p.logit_bias), row, "logit_bias")
         row[biased] += torch.tensor(list(p.logit_bias.values()), dtype=row.dtype, device=row.device)
@@ -125,10 +123,10 @@ def _penalise(row: torch.Tensor, request: Request) -> None:
     """Repetition counts prompt and output; presence and frequency count what was generated, here or on another rank."""
     p, tokens = request.sampling_params, torch.tensor(request.token_ids, device=row.device)
     if p.repetition_penalty != 1.0:
-        seen = tokens.unique()
+        seen = torch.unique(tokens)
         values = row[seen]
         row[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
-    generated, counts = tokens[request.num_original_prompt_tokens :].unique(return_counts=True)
+    generated, counts = torch.unique(tokens[request.num_original_prompt_tokens :], return_counts=True)
     row[generated] -= p.presence_penalty + p.frequency_penalty * counts
 
 
