@@ -8,12 +8,11 @@ from contextlib import aclosing
 
 from aiohttp import ClientConnectionResetError, web
 
-from gateway.metrics import RequestTimer
 from gateway.outputs import RequestOutput
 from gateway.server.answers import Answer, ApiShape, whole_answer
 from gateway.server.failure import to_failure
 from gateway.server.sse import StreamEncoder
-from gateway.server.state import REQUEST_ID, STATE
+from gateway.server.state import REQUEST_ID
 
 logger = logging.getLogger(__name__)
 
@@ -29,26 +28,20 @@ async def respond(
     request: web.Request, shape: ApiShape, answer: Answer, outputs: AsyncGenerator[RequestOutput, None], *, stream: bool
 ) -> web.StreamResponse:
     """Raises what `EngineClient.generate` raises, as long as nothing has been written. Cancelling it aborts."""
-    timer = request.app[STATE].metrics.start_request(answer.n)
     async with aclosing(outputs):
         if stream:
-            return await _stream(request, outputs, StreamEncoder(shape, answer), timer)
-        return await _whole(shape, answer, outputs, timer)
+            return await _stream(request, outputs, StreamEncoder(shape, answer))
+        return await _whole(shape, answer, outputs)
 
 
-async def _whole(
-    shape: ApiShape, answer: Answer, outputs: AsyncGenerator[RequestOutput, None], timer: RequestTimer
-) -> web.Response:
-    finals = []
-    async for output in outputs:
-        timer.on_output(output)
-        finals.append(output)
+async def _whole(shape: ApiShape, answer: Answer, outputs: AsyncGenerator[RequestOutput, None]) -> web.Response:
+    finals = [output async for output in outputs]
     body = whole_answer(shape, answer, finals)
     return web.Response(body=body, content_type="application/json", charset="utf-8", headers=_rank_header(finals[0]))
 
 
 async def _stream(
-    request: web.Request, outputs: AsyncGenerator[RequestOutput, None], encoder: StreamEncoder, timer: RequestTimer
+    request: web.Request, outputs: AsyncGenerator[RequestOutput, None], encoder: StreamEncoder
 ) -> web.StreamResponse:
     # Nothing is sent before the first output: until then an error is an ordinary HTTP answer, and then the rank is known.
     first = await anext(outputs)
@@ -56,7 +49,7 @@ async def _stream(
     await response.prepare(request)
     try:
         try:
-            end = await _write_outputs(request, response, first, outputs, encoder, timer)
+            end = await _write_outputs(request, response, first, outputs, encoder)
         except ClientConnectionResetError:
             raise
         except Exception as error:
@@ -74,17 +67,14 @@ async def _write_outputs(
     first: RequestOutput,
     outputs: AsyncGenerator[RequestOutput, None],
     encoder: StreamEncoder,
-    timer: RequestTimer,
 ) -> bytes:
     """Writes all but the last bytes, which it returns: they go out together with the end of the body."""
     protocol, writer = request.protocol, request.writer
-    timer.on_output(first)
     data = encoder.open() + encoder.encode(first)
     if not encoder.is_finished:
         await response.write(data)
     async for output in outputs:
         # Once per output of every stream: the hot path of the server.
-        timer.on_output(output)
         data = encoder.encode(output)
         if data and not encoder.is_finished:
             await response.write(data)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.metrics import Histogram, RequestMetrics, one_two_five
-from gateway.outputs import CompletionOutput, RequestOutput, RequestStats
+from gateway.output_processor import FinishedRequest, TokenTimes
 from gateway.status import FrontEndStatus, RankStatus, StatusSnapshot, Totals
 
 
@@ -64,59 +64,50 @@ def test_totals_and_front_ends_are_exported() -> None:
     assert found["gateway:front_end_event_loop_lag_seconds", "0"] == 0.0015
 
 
-def output_at(last_s: float, *tokens: int, index: int = 0, reason: str | None = None, total: int = 0) -> RequestOutput:
-    stats = RequestStats(
-        arrival_s=10.0, first_token_s=10.5, last_token_s=last_s, queued_s=0.2, num_generation_tokens=total or len(tokens)
-    )
-    completion = CompletionOutput(index, "x", list(tokens), finish_reason=reason)
-    return RequestOutput("id", None, [1, 2, 3], [completion], reason is not None, stats)
+def make_finished(**fields: Any) -> FinishedRequest:
+    usual: dict[str, Any] = {
+        "external_id": "id", "internal_id": "id-1", "finish_reason": "stop", "rank": 0, "arrival_s": 10.0,
+        "first_token_s": 10.5, "last_token_s": 11.0, "queued_s": 0.2, "num_sequences": 1, "num_prompt_tokens": 3, "num_cached_tokens": 0,
+        "num_generation_tokens": 4, "num_moves": 0,
+    }  # fmt: skip
+    return FinishedRequest(**(usual | fields))
 
 
-def test_a_streamed_request_is_timed_token_by_token() -> None:
+def test_token_times_are_counted_one_by_one() -> None:
     metrics = RequestMetrics()
-    timer = metrics.start_request()
-    timer.on_output(output_at(10.5, 1))
-    timer.on_output(output_at(10.6, 2))
-    timer.on_output(output_at(11.0, 3, 4, reason="length", total=4))  # two tokens that came as one
+    metrics.on_tokens(TokenTimes(1, 3, time_to_first_token_s=[0.5], inter_token_s=[0.09, 0.3]))
     found = samples(metrics, make_snapshot())
-    assert found["gateway:time_to_first_token_seconds_sum", ""] == 0.5
-    assert found["gateway:time_to_first_token_seconds_count", ""] == 1
-    assert found["gateway:inter_token_latency_seconds_count", ""] == 3
-    assert math.isclose(found["gateway:inter_token_latency_seconds_sum", ""], 0.5)
-    assert found["gateway:inter_token_latency_seconds_bucket", "0.1"] == 1
-    assert found["gateway:inter_token_latency_seconds_bucket", "0.5"] == 3
-    assert found["gateway:e2e_request_latency_seconds_sum", ""] == 1.0
-    assert found["gateway:request_queue_time_seconds_sum", ""] == 0.2
-    assert found["gateway:request_prompt_tokens_sum", ""] == 3
-    assert found["gateway:request_generation_tokens_sum", ""] == 4
-    assert found["gateway:request_success_total", "length"] == 1
+    assert found["gateway:time_to_first_token_seconds_sum", "1"] == 0.5
+    assert found["gateway:time_to_first_token_seconds_count", "1"] == 1
+    assert found["gateway:inter_token_latency_seconds_count", "1"] == 2
+    assert found["gateway:inter_token_latency_seconds_bucket", "1,0.1"] == 1
+    assert found["gateway:inter_token_latency_seconds_bucket", "1,0.5"] == 2
 
 
-def test_a_whole_answer_counts_the_same_tokens_as_a_streamed_one() -> None:
+def test_a_finished_request_fills_the_other_histograms() -> None:
     metrics = RequestMetrics()
-    metrics.start_request().on_output(output_at(11.0, 1, 2, 3, 4, reason="stop"))
+    metrics.on_finished(make_finished(finish_reason="length"))
     found = samples(metrics, make_snapshot())
-    assert found["gateway:time_to_first_token_seconds_count", ""] == 1
-    assert found["gateway:inter_token_latency_seconds_count", ""] == 3
-    assert math.isclose(found["gateway:inter_token_latency_seconds_sum", ""], 0.5)
+    assert found["gateway:e2e_request_latency_seconds_sum", "0"] == 1.0
+    assert found["gateway:request_queue_time_seconds_sum", "0"] == 0.2
+    assert found["gateway:request_prompt_tokens_sum", "0"] == 3
+    assert found["gateway:request_generation_tokens_sum", "0"] == 4
+    assert found["gateway:request_success_total", "0,length"] == 1
+    assert found["gateway:request_success_total", "0,stop"] == 0
 
 
-def test_prompts_of_one_request_are_timed_apart() -> None:
+def test_an_end_before_any_token_and_rank_is_counted_but_not_timed() -> None:
     metrics = RequestMetrics()
-    timer = metrics.start_request(n=2)
-    for index in (0, 2, 1, 3):
-        timer.on_output(output_at(10.5, 1, index=index))
-    assert sum(metrics.time_to_first_token.counts) == 2
+    metrics.on_finished(make_finished(rank=None, finish_reason="abort", first_token_s=None, last_token_s=None))
+    found = samples(metrics, make_snapshot())
+    assert found["gateway:request_success_total", ",abort"] == 1
+    assert found["gateway:e2e_request_latency_seconds_count", ""] == 0
 
 
-def test_an_abort_before_any_token_has_an_end_but_no_times() -> None:
-    metrics = RequestMetrics()
-    stats = RequestStats(arrival_s=10.0)
-    metrics.start_request().on_output(
-        RequestOutput("id", None, [1], [CompletionOutput(0, "", [], finish_reason="abort")], True, stats)
-    )
-    assert metrics.finished["abort"] == 1
-    assert sum(metrics.time_to_first_token.counts) == sum(metrics.e2e_latency.counts) == 0
+def test_a_rank_that_has_served_nothing_yet_shows_zeros() -> None:
+    found = samples(RequestMetrics(), make_snapshot(ranks=(RankStatus(rank=2, epoch=1, state="ready"),)))
+    assert found["gateway:request_success_total", "2,stop"] == 0
+    assert found["gateway:time_to_first_token_seconds_count", "2"] == 0
 
 
 @given(st.lists(st.floats(min_value=0, max_value=100), max_size=50))
@@ -136,5 +127,5 @@ def test_bounds_are_round_numbers() -> None:
 
 def test_two_servers_in_one_process_do_not_mix() -> None:
     one, other = RequestMetrics(), RequestMetrics()
-    one.start_request().on_output(output_at(10.5, 1, reason="stop"))
-    assert samples(other, make_snapshot())["gateway:request_success_total", "stop"] == 0
+    one.on_finished(make_finished())
+    assert ("gateway:request_success_total", "0,stop") not in samples(other, make_snapshot())
