@@ -34,7 +34,7 @@ def convert(gguf_file: Path, directory: Path) -> None:
         quantization_config=GgufConfig(gguf_file=name, dequantize=True),
     )
     tokenizer.model_max_length = model.config.max_position_embeddings
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]  # theirs
+    model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id
     )
     model.save_pretrained(directory)

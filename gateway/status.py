@@ -41,6 +41,13 @@ class RankStatus:
     requests_moved_in: int = 0
     last_death_s_ago: float | None = None
     death_cause: str | None = None
+    # Counters over all lives of the rank: they never go back, or Prometheus would see a reset at every restart.
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    preemptions: int = 0
+    deaths: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a Hugging Face style directory says about a model, read without transformers: for the simulated engine."""
+"""What a Hugging Face style directory says about a model, read without transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_model_dir(path: str) -> ModelDir:
         raise ConfigError(f"model directory {path!r} does not exist")
     config = _read_json(directory / "config.json")
     text_config = config.get("text_config", config)  # multimodal models keep the language model's part there
-    eos_token_ids = _eos_token_ids(directory, config | text_config)
+    eos_token_ids = read_eos_token_ids(directory, config | text_config)
     tokenizer = _read_tokenizer(directory / "tokenizer.json")
     return ModelDir(
         vocab_size=_positive_int(text_config, "vocab_size", directory),
@@ -49,7 +49,7 @@ def _printable_token_ids(tokenizer: Tokenizer, eos_token_ids: frozenset[int], di
     return token_ids
 
 
-def _eos_token_ids(directory: Path, config: dict[str, Any]) -> tuple[int, ...]:
+def read_eos_token_ids(directory: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """generation_config.json has the last word, as in transformers: chat models end turns with more than one token."""
     generation_config = directory / "generation_config.json"
     value = _read_json(generation_config).get("eos_token_id") if generation_config.is_file() else None

@@ -206,7 +206,7 @@ def run_engine(case: Case, requests: dict[int, tuple[int, EngineCoreRequest]]) -
     tokens: dict[int, list[int]] = {handle: [] for handle in requests}
     step = 0
     while core.has_work or step <= 10:
-        for handle, (arrival, request) in requests.items():
+        for arrival, request in requests.values():
             if arrival == step:
                 core.add_request(0, request)
         for outputs in core.step().values():

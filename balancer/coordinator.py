@@ -1,0 +1,156 @@
+"""The group's coordinator as a process: `CoordinatorState` behind one ROUTER socket.
+
+Members (front ends and external-LB endpoints) send `MemberReport` and `MemberLeft` from a DEALER and get `GroupLoads` back.
+Told `{"report_address": "tcp://127.0.0.1:29550"}` as one line on stdin; when stdin ends its parent has died, and so does it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import zmq
+
+from balancer.coordinator_state import CoordinatorState
+from cores import codec
+from cores.messages import MemberLeft, MemberReport
+
+logger = logging.getLogger(__name__)
+
+MAX_BURST = 64  # frames read before the timer gets its turn
+_MAX_REPORT_BYTES = 4 * 1024 * 1024
+_MAX_QUEUED_SNAPSHOTS = 4  # a stopped member misses snapshots; each is whole, so the next one makes up for it
+
+
+class Coordinator:
+    def __init__(self, router: zmq.Socket[bytes], clock: Callable[[], float]) -> None:
+        self.num_malformed = 0
+        self._router = router
+        self._clock = clock
+        self._state = CoordinatorState(clock())
+        self._identities: dict[str, bytes] = {}
+
+    def run(self, parent_fd: int) -> None:
+        """Until `parent_fd` reads end of file."""
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(parent_fd, zmq.POLLIN)
+        while True:
+            events = dict(poller.poll(int(self._state.wait_s(self._clock()) * 1000) + 1))
+            if parent_fd in events and not os.read(parent_fd, 4096):
+                return
+            self.receive_burst()
+            self.publish_due()
+
+    def receive_burst(self) -> int:
+        """Reads what is there, but at most `MAX_BURST` frames: input that never ends must not keep the timer from its turn."""
+        for num_read in range(MAX_BURST):
+            try:
+                parts = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return num_read
+            self._on_frame(parts)
+        return MAX_BURST
+
+    def publish_due(self) -> None:
+        publish = self._state.on_timer(self._clock())
+        if publish is None:
+            return
+        self._identities = {member: self._identities[member] for member in publish.members}
+        frame = codec.encode(publish.loads)
+        for identity in self._identities.values():
+            # The ROUTER drops what a member cannot take, gone or full: right for a snapshot.
+            self._router.send_multipart([identity, frame], zmq.NOBLOCK)
+
+    def _on_frame(self, parts: list[bytes]) -> None:
+        try:
+            identity, frame = parts
+            message = codec.decode(frame)
+        except ValueError as error:  # includes `CodecError`
+            self._count_malformed(str(error))
+            return
+        if isinstance(message, MemberReport):
+            self._identities[message.member] = identity
+            self._state.on_report(message, self._clock())
+        elif isinstance(message, MemberLeft):
+            self._state.on_left(message.member)
+        else:
+            self._count_malformed(f"{type(message).__name__} is not for the coordinator")
+
+    def _count_malformed(self, why: str) -> None:
+        self.num_malformed += 1
+        if self.num_malformed & (self.num_malformed - 1) == 0:  # the 1st, 2nd, 4th, 8th: a flood must not fill the log
+            logger.warning("dropped malformed frame %d: %s", self.num_malformed, why)
+
+
+def read_address(line: str) -> str:
+    """The `report_address` of the configuration line. Raises `ValueError`."""
+    try:
+        config = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"the first line on stdin must be JSON, got {line!r}") from error
+    address = config.get("report_address") if isinstance(config, dict) else None
+    if not isinstance(address, str):
+        raise ValueError(f"report_address must be a ZMQ address, got {address!r}")
+    check_address(address)
+    return address
+
+
+def check_address(address: str) -> None:
+    """Raises `ValueError` for an address where strangers could speak to us: frames carry no proof of who sent them."""
+    url = urlsplit(address)
+    if url.scheme == "ipc":
+        return
+    if url.scheme != "tcp" or url.hostname is None:
+        raise ValueError(f"report_address must be tcp://HOST:PORT or ipc://PATH, got {address!r}")
+    if url.hostname != "localhost" and not _is_loopback(url.hostname):
+        raise ValueError(f"report_address {address!r} is not a loopback address: that needs CURVE keys, and none are given")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, or ZMQ's `*`
+        return False
+
+
+def bind(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, 0)
+    router.setsockopt(zmq.MAXMSGSIZE, _MAX_REPORT_BYTES)
+    router.setsockopt(zmq.SNDHWM, _MAX_QUEUED_SNAPSHOTS)
+    router.setsockopt(zmq.IPV6, int("[" in address))
+    router.bind(address)
+    return router
+
+
+def main() -> int:
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s coordinator: %(message)s", level=logging.INFO)
+    # Ctrl-C goes to the whole process group; the parent drains first and then closes our stdin.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        address = read_address(sys.stdin.readline())
+    except ValueError as error:
+        print(f"coordinator: bad configuration: {error}", file=sys.stderr)
+        return 1
+    with zmq.Context() as context:
+        try:
+            router = bind(context, address)
+        except zmq.ZMQError as error:
+            print(f"coordinator: cannot bind {address}: {error.strerror}", file=sys.stderr)
+            return 1
+        with router:
+            print(json.dumps({"bound": router.getsockopt_string(zmq.LAST_ENDPOINT)}), flush=True)
+            Coordinator(router, time.monotonic).run(sys.stdin.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""What one front end has sent to each rank and what each rank has reported, made one view. Pure: no sockets, no clock.
+
+Rules
+-----
+* A request is booked before it is sent and released once: it finished, was aborted, could not be sent, or its rank died.
+* Every command to a rank has a number, counted from 1 in the order of sending. Every report says the highest number that it
+  contains (`command_seq`) and the step it is of.
+* A report that knows less than the last one, by step or by number, is ignored. So reports may come late, twice or never.
+
+Theory of operation
+-------------------
+A view is *report + bookings that it does not contain − aborts that it does not contain*. A booking is contained if its number
+is at most the report's; one that is not sent yet never is. So no report erases a newer dispatch, and none counts it twice.
+
+A request that ends by itself needs no correction: the message that says so carries a report of the same step, without it.
+An aborted one is in the reports between the number of its dispatch and the number of its abort. There it is taken off the
+sequences, but its prompt tokens stay: how many of them are left is not known, and for one step it is better to think a rank
+busy than idle. An abort that crosses the end of its request is taken off once too often, for the same one step.
+
+Each change costs the same however many requests are booked: sums are kept, and the numbers are in order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from balancer.load import RankView
+from cores.messages import RankId, RankLoad
+
+
+class UnknownRankIdError(LookupError):
+    """No such life of a rank in the ledger. The caller's bug: it books on ranks that it has added."""
+
+
+@dataclass(slots=True)
+class _Booking:
+    handle: int
+    num_prompt_tokens: int
+    seq: int | None = None  # of the command that carried it; None: not sent yet
+    abort_seq: int | None = None
+    has_first_token: bool = False
+    is_live: bool = True
+
+    def is_sent_by(self, command_seq: int) -> bool:
+        return self.seq is not None and self.seq <= command_seq
+
+    def is_aborted_by(self, command_seq: int) -> bool:
+        return self.abort_seq is not None and self.abort_seq <= command_seq
+
+
+@dataclass(slots=True)
+class _Account:
+    """One rank's last report beside our bookings there."""
+
+    rank_id: RankId
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    step: int = -1
+    command_seq: int = 0
+    load: RankLoad = field(default_factory=RankLoad)
+    reported_at: float | None = None
+    live: dict[int, _Booking] = field(default_factory=dict)
+    num_booked_tokens: int = 0
+    # Live bookings that the report does not contain.
+    num_unreported: int = 0
+    num_unreported_tokens: int = 0
+    # Aborted ones that the report contains, and whose abort it does not: by whether they had their first token.
+    num_ghosts_waiting: int = 0
+    num_ghosts_running: int = 0
+    unreported: deque[_Booking] = field(default_factory=deque)  # sent, by number; dead ones are passed over when they come up
+    aborts: deque[_Booking] = field(default_factory=deque)  # aborted and not yet reported so, by number of the abort
+
+    def book(self, booking: _Booking) -> None:
+        self.live[booking.handle] = booking
+        self.num_booked_tokens += booking.num_prompt_tokens
+        self._count_unreported(booking, +1)
+
+    def on_sent(self, booking: _Booking, seq: int) -> None:
+        last_seq = self.unreported[-1].seq if self.unreported else None
+        if seq <= (last_seq or self.command_seq):
+            raise ValueError(f"{self.rank_id}: command {seq} is not after {last_seq or self.command_seq}")
+        if booking.seq is not None:
+            raise ValueError(f"request {booking.handle} sent twice, as commands {booking.seq} and {seq}")
+        booking.seq = seq
+        self.unreported.append(booking)
+
+    def release(self, booking: _Booking, abort_seq: int | None) -> None:
+        del self.live[booking.handle]
+        booking.is_live = False
+        self.num_booked_tokens -= booking.num_prompt_tokens
+        is_reported = booking.is_sent_by(self.command_seq)
+        if not is_reported:
+            self._count_unreported(booking, -1)
+        if abort_seq is not None and abort_seq > self.command_seq and booking.seq is not None:
+            booking.abort_seq = abort_seq
+            self.aborts.append(booking)
+            if is_reported:
+                self._count_ghost(booking, +1)
+
+    def on_report(self, step: int, command_seq: int, load: RankLoad, now: float) -> bool:
+        if step < self.step or command_seq < self.command_seq:
+            return False
+        self.step, self.command_seq, self.load, self.reported_at = step, command_seq, load, now
+        while self.unreported and self.unreported[0].is_sent_by(command_seq):
+            booking = self.unreported.popleft()
+            if booking.is_live:
+                self._count_unreported(booking, -1)
+            elif booking.abort_seq is not None:
+                self._count_ghost(booking, +1)
+        while self.aborts and self.aborts[0].is_aborted_by(command_seq):
+            self._count_ghost(self.aborts.popleft(), -1)
+        return True
+
+    def _count_unreported(self, booking: _Booking, sign: int) -> None:
+        self.num_unreported += sign
+        self.num_unreported_tokens += sign * booking.num_prompt_tokens
+
+    def _count_ghost(self, booking: _Booking, sign: int) -> None:
+        if booking.has_first_token:
+            self.num_ghosts_running += sign
+        else:
+            self.num_ghosts_waiting += sign
+
+    def view(self, now: float) -> RankView:
+        load = self.load
+        # A ghost without a first token was waiting or had its prompt computed: where no one waits it was running.
+        num_waiting = load.num_waiting - self.num_ghosts_waiting
+        num_running = load.num_running - self.num_ghosts_running + min(0, num_waiting)
+        return RankView(
+            rank_id=self.rank_id,
+            num_waiting=max(0, num_waiting) + self.num_unreported,
+            num_running=max(0, num_running),
+            num_prefill_tokens=max(0, load.num_prefill_tokens) + self.num_unreported_tokens,
+            num_decodes=max(0, load.num_decodes - self.num_ghosts_running),
+            kv_cache_usage=load.kv_cache_usage,
+            step_ms=load.step_ms,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            own_in_flight=len(self.live),
+            report_age_s=None if self.reported_at is None else max(0.0, now - self.reported_at),
+        )
+
+    def check_invariants(self) -> None:
+        unreported = [b for b in self.live.values() if not b.is_sent_by(self.command_seq)]
+        ghosts = [b for b in self.aborts if b.is_sent_by(self.command_seq)]
+        assert self.num_unreported == len(unreported)
+        assert self.num_unreported_tokens == sum(b.num_prompt_tokens for b in unreported)
+        assert self.num_booked_tokens == sum(b.num_prompt_tokens for b in self.live.values())
+        assert self.num_ghosts_running == sum(b.has_first_token for b in ghosts)
+        assert self.num_ghosts_waiting == len(ghosts) - self.num_ghosts_running
+        assert [b.handle for b in self.unreported if b.is_live] == [b.handle for b in unreported if b.seq is not None]
+        assert not any(b.is_aborted_by(self.command_seq) or b.is_live for b in self.aborts)
+        assert all(b.is_live for b in self.live.values())
+
+
+class LoadLedger:
+    """Every request of this front end that a rank has, by handle, and the ranks' views that follow. One per front end."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[RankId, _Account] = {}
+        self._account_of: dict[int, _Account] = {}
+        self._rank_numbers: set[int] = set()
+
+    def add_rank(self, rank_id: RankId, *, max_num_batched_tokens: int, max_num_seqs: int, now: float) -> None:
+        """A rank said that it is ready. `now` starts nothing: without a report there is no age."""
+        if rank_id in self._accounts:
+            raise ValueError(f"{rank_id} is in the ledger already")
+        self._accounts[rank_id] = _Account(rank_id, max_num_batched_tokens, max_num_seqs)
+        self._rank_numbers.add(rank_id.rank)
+
+    def remove_rank(self, rank_id: RankId) -> list[int]:
+        """The handles that were booked there, all released now. Empty if the rank is not, or no longer, there."""
+        account = self._accounts.pop(rank_id, None)
+        if account is None:
+            return []
+        for handle in account.live:
+            del self._account_of[handle]
+        return list(account.live)
+
+    def book(self, handle: int, rank_id: RankId, num_prompt_tokens: int) -> None:
+        if handle in self._account_of:
+            raise ValueError(f"request {handle} is booked already, on {self._account_of[handle].rank_id}")
+        account = self._account(rank_id)
+        account.book(_Booking(handle, num_prompt_tokens))
+        self._account_of[handle] = account
+
+    def on_sent(self, handle: int, seq: int) -> None:
+        account = self._account_of[handle]
+        account.on_sent(account.live[handle], seq)
+
+    def on_first_token(self, handle: int) -> None:
+        """Makes the view exact after an abort. Output of a request that we released meanwhile may still come: no-op."""
+        account = self._account_of.get(handle)
+        if account is not None:
+            account.live[handle].has_first_token = True
+
+    def release(self, handle: int, abort_seq: int | None = None) -> bool:
+        """The one way out, for whatever reason. False if it is not booked: finish, abort and death may race.
+
+        With `abort_seq`, the number of our abort, the rank has it until a report contains that number. Without, it is gone.
+        """
+        account = self._account_of.pop(handle, None)
+        if account is None:
+            return False
+        account.release(account.live[handle], abort_seq)
+        return True
+
+    def on_report(self, rank_id: RankId, step: int, command_seq: int, load: RankLoad, now: float) -> bool:
+        """False if it was ignored: older than the last, or of another life of the rank."""
+        account = self._accounts.get(rank_id)
+        return account is not None and account.on_report(step, command_seq, load, now)
+
+    def rank_of(self, handle: int) -> RankId | None:
+        account = self._account_of.get(handle)
+        return None if account is None else account.rank_id
+
+    def handles_on(self, rank_id: RankId) -> list[int]:
+        account = self._accounts.get(rank_id)
+        return [] if account is None else list(account.live)
+
+    def view(self, rank_id: RankId, now: float) -> RankView:
+        return self._account(rank_id).view(now)
+
+    def booked_tokens(self, rank_id: RankId) -> int:
+        """Prompt tokens of our live requests there, computed or not; 0 for a rank that is not there."""
+        account = self._accounts.get(rank_id)
+        return 0 if account is None else account.num_booked_tokens
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._account_of)
+
+    @property
+    def rank_ids(self) -> list[RankId]:
+        return sorted(self._accounts)
+
+    @property
+    def rank_numbers(self) -> frozenset[int]:
+        """Every rank that was ever here: one whose engine is dead at the moment still exists."""
+        return frozenset(self._rank_numbers)
+
+    def _account(self, rank_id: RankId) -> _Account:
+        if rank_id not in self._accounts:
+            raise UnknownRankIdError(
+                f"{rank_id} is not in the ledger; there are {', '.join(map(str, self.rank_ids)) or 'none'}"
+            )
+        return self._accounts[rank_id]
+
+    def check_invariants(self) -> None:
+        for account in self._accounts.values():
+            account.check_invariants()
+            assert all(self._account_of[handle] is account for handle in account.live)
+        assert sum(len(account.live) for account in self._accounts.values()) == len(self._account_of)

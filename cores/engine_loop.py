@@ -1,0 +1,162 @@
+"""The busy loop of an engine core: commands from one queue, outputs and the engine's state into another. Knows no sockets.
+
+`EngineCoreProc` puts an input thread before it and an output thread behind it, so that neither a flood of requests nor a slow
+front end stands between two steps.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cores.engine_core import EngineCore
+from cores.messages import (
+    AbortRequests,
+    AddRequest,
+    Command,
+    EngineCoreOutputs,
+    RankLoad,
+    SchedulerStats,
+    Shutdown,
+    UtilityCall,
+    UtilityResult,
+)
+
+MAX_COMMANDS_PER_STEP = 512  # a flood of requests may delay a step by some ten milliseconds, no more
+
+
+@dataclass(frozen=True, slots=True)
+class ClientCommand:
+    client: int
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOverflow:
+    """A front end does not read: no more for it."""
+
+    client: int
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadFailed:
+    """A thread beside the loop has ended with an error, and the engine with it."""
+
+    error: Exception
+
+
+Inbound = ClientCommand | ClientOverflow | Shutdown | ThreadFailed
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """What heartbeats and load reports tell, as of the loop's last turn."""
+
+    step: int
+    has_requests: bool
+    load: RankLoad
+    stats: SchedulerStats
+    command_seqs: dict[int, int]  # by front end
+
+
+@dataclass(frozen=True, slots=True)
+class LoopTurn:
+    """One turn of the loop: the state after it, and outputs by front end."""
+
+    status: EngineStatus
+    outputs: dict[int, EngineCoreOutputs]
+
+
+@dataclass(frozen=True, slots=True)
+class UtilityReply:
+    client: int
+    result: UtilityResult
+
+
+@dataclass(frozen=True, slots=True)
+class LastWords:
+    """Nothing follows. `cause` is empty for an orderly end."""
+
+    cause: str
+
+
+Outbound = LoopTurn | UtilityReply | LastWords
+
+
+class EngineLoop:
+    def __init__(
+        self,
+        core: EngineCore,
+        inbox: queue.SimpleQueue[Inbound],
+        outbox: queue.SimpleQueue[Outbound],
+        clock: Callable[[], float],
+    ) -> None:
+        self._core = core
+        self._inbox = inbox
+        self._outbox = outbox
+        self._clock = clock
+        self._drain_deadline_s: float | None = None  # set: no new requests, and this is the end of the running ones
+
+    def run(self) -> None:
+        """Returns when a shutdown is complete, all final outputs queued. Raises what makes the engine unusable."""
+        while not self._is_over():
+            self._take_commands()
+            self._turn()
+        self._refuse_the_rest()
+
+    def status(self) -> EngineStatus:
+        core = self._core
+        return EngineStatus(core.step_count, core.has_requests, core.load(), core.stats(), dict(core.command_seqs))
+
+    def _turn(self) -> None:
+        outputs = self._core.step()
+        self._outbox.put(LoopTurn(self.status(), outputs))
+
+    def _is_over(self) -> bool:
+        if self._drain_deadline_s is None:
+            return False
+        if self._core.has_work and self._clock() >= self._drain_deadline_s:
+            self._core.abort_all()
+            self._turn()
+        return not self._core.has_work
+
+    def _refuse_the_rest(self) -> None:
+        """What arrived while the last requests ended still gets its final output."""
+        self._take_commands()
+        self._turn()
+
+    def _take_commands(self) -> None:
+        """Everything that has arrived; sleeps for it when there is nothing else to do."""
+        if not self._core.has_work and self._drain_deadline_s is None:
+            self._apply(self._inbox.get())
+        for _ in range(MAX_COMMANDS_PER_STEP):
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            self._apply(message)
+
+    def _apply(self, message: Inbound) -> None:
+        match message:
+            case ClientCommand(client, command):
+                self._apply_command(client, command)
+            case ClientOverflow(client):
+                self._core.abort_all(client)
+            case Shutdown(timeout_s):
+                deadline_s = self._clock() + timeout_s
+                self._drain_deadline_s = min(deadline_s, self._drain_deadline_s or deadline_s)
+            case ThreadFailed(error):
+                raise error
+
+    def _apply_command(self, client: int, command: Command) -> None:
+        match command:
+            case AddRequest(_, request) if self._drain_deadline_s is not None:
+                self._core.refuse_request(client, request.handle)
+            case AddRequest(_, request):
+                self._core.add_request(client, request)
+            case AbortRequests(_, handles):
+                self._core.abort_requests(client, handles)
+            case UtilityCall():
+                self._outbox.put(UtilityReply(client, self._core.call_utility(command)))
+        self._core.note_command(client, command.seq)

@@ -1,0 +1,201 @@
+"""From a Hugging Face style directory to a model on a device, or a `ConfigError` that says why not. Knows no requests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from cores.config import ConfigError, EngineConfig
+from cores.runner.attention import ATTENTION_NAME
+from cores.runner.model_dir import read_eos_token_ids
+from cores.runner.paged_kv_cache import KVCacheShape
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    model: Any  # a transformers causal language model, in evaluation mode
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    cache_shape: KVCacheShape
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Raises `ConfigError` for a directory, model or setting that cannot be served."""
+    path = _model_dir(config.model)
+    model_config = _read_config(path)
+    max_model_len = resolve_max_model_len(config.max_model_len, model_config)
+    check_supported(model_config, max_model_len)
+    device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, model_config)
+    _check_weights_fit(path, model_config, dtype, device)
+    transformers_logging.disable_progress_bar()  # stderr belongs to logging
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=model_config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            device_map={"": device} if device.type == "cuda" else None,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"model {str(path)!r} cannot be loaded: {error}") from error
+    if not model._supports_attention_backend:
+        raise ConfigError(f"model is not supported: {type(model).__name__} does not let its attention be replaced")
+    model.eval().requires_grad_(False)
+    return LoadedModel(
+        model=model,
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=read_eos_token_ids(path, model_config.to_dict()),
+        cache_shape=_cache_shape(model_config, config.block_size, dtype),
+    )
+
+
+def _model_dir(name: str) -> Path:
+    path = Path(name)
+    if not name or not (path / "config.json").is_file():
+        raise ConfigError(f"model directory {name!r} has no config.json")
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"model directory {name!r} has no weights (*.safetensors)")
+    return path
+
+
+def _read_config(path: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{str(path / 'config.json')!r} cannot be used: {error}") from error
+
+
+# --- what we can serve --------------------------------------------------------------------------------------------------
+
+
+def _is_no_causal_lm(config: Any, max_model_len: int) -> bool:
+    return not all(name.endswith(("ForCausalLM", "LMHeadModel")) for name in config.architectures or ["ForCausalLM"])
+
+
+def _has_other_layers(config: Any, max_model_len: int) -> bool:
+    return not set(getattr(config, "layer_types", None) or ()) <= {"full_attention", "sliding_attention"}
+
+
+def _has_short_window(config: Any, max_model_len: int) -> bool:
+    window: int | None = getattr(config, "sliding_window", None)
+    # A window that no sequence outgrows is full attention. Qwen2 writes a window down and switches it off.
+    return window is not None and window < max_model_len and getattr(config, "use_sliding_window", True)
+
+
+def _has_rope_that_depends_on_the_batch(config: Any, max_model_len: int) -> bool:
+    """These recompute all frequencies when any sequence of the batch outgrows the original length."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = str(rope.get("rope_type", "default"))
+    original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    return ("dynamic" in kind or kind == "longrope") and max_model_len > original
+
+
+Check = Callable[[Any, int], bool]
+
+# What a model's configuration may ask for that we do not compute. Whatever does not show there, the runner's trial step finds.
+UNSUPPORTED: tuple[tuple[str, Check], ...] = (
+    ("an encoder-decoder model", lambda config, _: bool(config.is_encoder_decoder)),
+    ("not a causal language model", _is_no_causal_lm),
+    ("layers other than softmax attention (linear attention, state space, chunked)", _has_other_layers),
+    ("a sliding window shorter than --max-model-len", _has_short_window),
+    ("chunked attention", lambda config, _: bool(getattr(config, "attention_chunk_size", None))),
+    ("soft-capping of attention logits", lambda config, _: bool(getattr(config, "attn_logit_softcapping", None))),
+    ("latent attention (MLA)", lambda config, _: bool(getattr(config, "kv_lora_rank", None))),
+    ("ALiBi position biases", lambda config, _: bool(getattr(config, "alibi", False))),
+    ("dynamic or long RoPE beyond the original length: lower --max-model-len", _has_rope_that_depends_on_the_batch),
+)
+
+
+def check_supported(config: Any, max_model_len: int) -> None:
+    """Raises `ConfigError` that names what we cannot compute."""
+    for what, asks_for in UNSUPPORTED:
+        if asks_for(config, max_model_len):
+            raise ConfigError(f"model is not supported: {config.model_type} has or is {what}")
+
+
+# --- settings that the model or the machine decides -----------------------------------------------------------------------
+
+
+def resolve_max_model_len(wanted: int | None, config: Any) -> int:
+    own = getattr(config, "max_position_embeddings", None)
+    if wanted is None:
+        if not own:
+            raise ConfigError("the model states no longest length: --max-model-len is needed")
+        return int(own)
+    if own and wanted > own:
+        raise ConfigError(f"--max-model-len must be at most the model's own {own}, got {wanted}")
+    return wanted
+
+
+def resolve_device(wanted: str) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not has_cuda:
+        raise ConfigError("--device cuda: this process sees no CUDA device")
+    return torch.device("cuda", 0) if has_cuda and wanted != "cpu" else torch.device("cpu")
+
+
+def resolve_dtype(wanted: str, config: Any) -> torch.dtype:
+    own: torch.dtype = config.dtype or torch.float32
+    return own if wanted == "auto" else {d: getattr(torch, d) for d in ("float32", "bfloat16", "float16")}[wanted]
+
+
+def device_name(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}"
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = int(psutil.virtual_memory().available)
+    limit = _cgroup_free_bytes()
+    return free if limit is None else min(free, limit)
+
+
+def _cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What a container's limit leaves (cgroup v2), or None: the machine's figures do not know of it."""
+    try:
+        limit, used = (root / "memory.max").read_text().strip(), (root / "memory.current").read_text().strip()
+        # Clean file pages count as used but are given back on demand: model files that were just read, above all.
+        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    return None if limit == "max" else int(limit) - int(used) + int(stat.get("inactive_file", 0))
+
+
+def _check_weights_fit(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Before the load: a machine that runs out of memory later says less."""
+    stored = config.dtype or dtype
+    on_disk = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    needed, free = on_disk * dtype.itemsize // stored.itemsize, free_memory_bytes(device)
+    if needed > free:
+        raise ConfigError(f"the weights need {needed >> 20} MiB as {dtype}, but only {free >> 20} MiB are free on {device}")
+
+
+def _cache_shape(config: Any, block_size: int, dtype: torch.dtype) -> KVCacheShape:
+    num_heads = config.num_attention_heads
+    return KVCacheShape(
+        num_layers=config.num_hidden_layers,
+        block_size=block_size,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        dtype=dtype,
+    )

@@ -1,0 +1,121 @@
+"""The torch runner: any causal language model of transformers, continuously batched over a paged KV cache.
+
+Knows how to compute one step. Which requests are in it and which blocks they own is the scheduler's business, and how a token
+is chosen from logits the sampler's.
+
+The OpenMP trap: processes that share cores must start with `OMP_NUM_THREADS` = cores / processes and `OMP_WAIT_POLICY=passive`
+in their environment. Both are read when torch is imported, so the launcher sets them. `num_threads` here can only lower the
+number of threads, not stop idle ones from spinning, and two spinning engines on two cores turn a step of 55 ms into seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from cores.config import ConfigError, EngineConfig
+from cores.loader import LoadedModel, device_name, free_memory_bytes, load_model
+from cores.request import Request
+from cores.runner.input_batch import InputBatch, build_input_batch
+from cores.runner.interface import ModelInfo, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from cores.runner.paged_kv_cache import PagedKVCache, choose_num_kv_blocks
+from cores.runner.sampler import Sampler
+from cores.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class TorchModelRunner:
+    """A `ModelRunner`. Keeps nothing of a request between steps but its K and V."""
+
+    def __init__(self, config: EngineConfig, num_threads: int | None = None) -> None:
+        self._config = config
+        self._num_threads = num_threads
+        self._loaded: LoadedModel | None = None
+        self._cache: PagedKVCache | None = None
+        self._sampler: Sampler | None = None
+
+    def load(self) -> ModelInfo:
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
+        loaded = self._loaded = load_model(self._config)
+        num_kv_blocks = choose_num_kv_blocks(
+            loaded.cache_shape,
+            free_bytes=free_memory_bytes(loaded.device),
+            is_cuda=loaded.device.type == "cuda",
+            max_model_len=loaded.max_model_len,
+            must_hold_model_len=self._config.max_model_len is not None,
+            max_num_seqs=self._config.max_num_seqs,
+            num_kv_blocks=self._config.num_kv_blocks,
+            kv_cache_memory_bytes=self._config.kv_cache_memory_bytes,
+        )
+        with torch.inference_mode():
+            self._cache = PagedKVCache(loaded.cache_shape, num_kv_blocks, loaded.device)
+            self._sampler = Sampler(loaded.vocab_size, loaded.device)
+        self._try_one_step()
+        logger.info(
+            "loaded %s: %s on %s, %d KV blocks of %d tokens (%d MiB)",
+            self._config.model,
+            loaded.dtype,
+            device_name(loaded.device),
+            num_kv_blocks,
+            loaded.cache_shape.block_size,
+            num_kv_blocks * loaded.cache_shape.block_bytes >> 20,
+        )
+        return ModelInfo(
+            device=device_name(loaded.device),
+            max_model_len=loaded.max_model_len,
+            vocab_size=loaded.vocab_size,
+            eos_token_ids=loaded.eos_token_ids,
+            num_kv_blocks=num_kv_blocks,
+        )
+
+    @torch.inference_mode()
+    def execute(self, batch: SchedulerOutput) -> ModelRunnerOutput:
+        assert self._loaded is not None
+        assert self._cache is not None
+        assert self._sampler is not None
+        loaded = self._loaded
+        inputs = build_input_batch(batch, self._cache, loaded.cache_shape.block_size, loaded.dtype, loaded.device)
+        logits = self._forward(inputs)
+        return self._sampler.sample(logits, [s.request for s in batch.scheduled if s.samples])
+
+    def shutdown(self) -> None:
+        self._loaded = self._cache = self._sampler = None
+
+    def _forward(self, inputs: InputBatch) -> torch.Tensor:
+        """Float32 logits, one row per sampled token."""
+        assert self._loaded is not None
+        output = self._loaded.model(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            use_cache=False,
+            logits_to_keep=inputs.sampled_rows,
+            attention_metadata=inputs.metadata,
+        )
+        logits = output.logits[0].float()
+        assert isinstance(logits, torch.Tensor)
+        return logits
+
+    def _try_one_step(self) -> None:
+        """Refuses a model whose layers do not all compute the attention that we provide, and warms the rest up."""
+        assert self._cache is not None
+        request = Request(
+            key=(0, 0),
+            request_id="trial step",
+            token_ids=[0],
+            num_prompt_tokens=1,
+            num_original_prompt_tokens=1,
+            sampling_params=SamplingParams(temperature=0.0),
+            max_total_tokens=2,
+            block_ids=[0],
+        )
+        with torch.inference_mode():
+            try:
+                self.execute(SchedulerOutput([ScheduledRequest(request, 1, samples=True)], num_decodes=0, num_tokens=1))
+            except (TypeError, RuntimeError, IndexError) as error:
+                raise ConfigError(f"model is not supported: its trial step failed: {error}") from error
+            silent = self._cache.unwritten_layers(0, 0)
+        if silent:
+            raise ConfigError(f"model is not supported: layers {silent} do not use softmax attention")

@@ -1,0 +1,199 @@
+"""From logits to tokens: a pure function of (seed, position, logits) and the request's own tokens. Knows no model and no cache.
+
+The order is vLLM's: allowed tokens, min_tokens, logit bias, penalties; then, for sampled requests, temperature, min-p, top-k,
+top-p and a draw. Equal logits at a threshold are kept together. Log-probabilities are those of the model, before all of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from cores.messages import TokenLogprobs
+from cores.request import Request
+from cores.runner.interface import ModelRunnerOutput
+from cores.runner.noise import draw_key, gumbel_noise, index_hashes
+from cores.sampling_params import SamplingParams
+
+# Below this, logits / temperature leave float32's range: the request is greedy.
+MIN_TEMPERATURE = 1e-5
+# The nucleus of top-p is looked for among so many of the most likely tokens first: a full sort takes 30 times as long.
+FIRST_NUCLEUS_WIDTH = 64
+NEG_INF = float("-inf")
+
+
+class TokenIdError(ValueError):
+    """A request names a token that the vocabulary does not have."""
+
+
+class Sampler:
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._index_hashes = index_hashes(vocab_size, device)
+
+    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> ModelRunnerOutput:
+        """`logits` [len(requests), vocabulary] float32; they are overwritten. Errors of one request stay with it."""
+        if not requests:
+            return ModelRunnerOutput([])
+        wants_logprobs = [i for i, r in enumerate(requests) if r.sampling_params.logprobs is not None]
+        raw = logits[wants_logprobs] if wants_logprobs else None  # a copy
+        errors = self._shape_rows(logits, requests)
+        best, token_ids = logits.max(dim=-1)
+        errors |= _errors_of_logits(best, skip=errors)
+        sampled = [i for i, r in enumerate(requests) if not _is_greedy(r.sampling_params) and i not in errors]
+        if sampled:
+            token_ids[sampled] = self._draw(logits[sampled], [requests[i] for i in sampled])
+        output = ModelRunnerOutput(token_ids.tolist(), errors=errors)
+        if raw is not None:
+            counts = [requests[i].sampling_params.logprobs or 0 for i in wants_logprobs]
+            rows = token_logprobs(raw, token_ids[wants_logprobs], counts)
+            output.logprobs = {i: row for i, row in zip(wants_logprobs, rows, strict=True) if i not in errors}
+        return output
+
+    def _shape_rows(self, logits: torch.Tensor, requests: Sequence[Request]) -> dict[int, str]:
+        """Applies to each row what its request asks for. Most ask for nothing."""
+        errors = {}
+        for i, request in enumerate(requests):
+            if _needs_shaping(request):
+                try:
+                    shape_logits(logits[i], request)
+                except TokenIdError as error:
+                    errors[i] = str(error)
+        return errors
+
+    def _draw(self, logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
+        params = [r.sampling_params for r in requests]
+        scores = filtered_scores(logits, params)
+        keys = [draw_key(r.sampling_params.seed or 0, r.num_output_tokens) for r in requests]
+        return scores.add_(gumbel_noise(keys, self._index_hashes)).argmax(dim=-1)
+
+
+def _is_greedy(params: SamplingParams) -> bool:
+    return params.temperature < MIN_TEMPERATURE
+
+
+def _errors_of_logits(best: torch.Tensor, skip: Collection[int]) -> dict[int, str]:
+    """`best` [rows]: a row's highest value, which is NaN if any is."""
+    errors = {}
+    for i, value in enumerate(best.tolist()):
+        if i in skip or NEG_INF < value < float("inf"):
+            continue
+        if value == NEG_INF:
+            errors[i] = "allowed_token_ids, logit_bias and min_tokens together leave no token to choose"
+        else:
+            errors[i] = f"the model's logits are not finite (highest: {value})"
+    return errors
+
+
+# --- what a request does to its logits --------------------------------------------------------------------------------------
+
+
+def _needs_shaping(request: Request) -> bool:
+    p = request.sampling_params
+    return (
+        _has_penalties(p)
+        or bool(p.logit_bias)
+        or p.allowed_token_ids is not None
+        or (p.min_tokens > 0 and request.num_output_tokens < p.min_tokens)
+    )
+
+
+def _has_penalties(p: SamplingParams) -> bool:
+    return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
+
+
+def shape_logits(row: torch.Tensor, request: Request) -> None:
+    """In place, on one row [vocabulary]. Raises `TokenIdError`."""
+    p = request.sampling_params
+    if p.allowed_token_ids is not None:
+        allowed = _ids(p.allowed_token_ids, row, "allowed_token_ids")
+        kept = row[allowed]
+        row.fill_(NEG_INF)
+        row[allowed] = kept
+    if request.num_output_tokens < p.min_tokens:
+        row[[i for i in request.stop_ids if i < len(row)]] = NEG_INF
+    if p.logit_bias:
+        biased = _ids(list(p.logit_bias), row, "logit_bias")
+        row[biased] += torch.tensor(list(p.logit_bias.values()), dtype=row.dtype, device=row.device)
+    if _has_penalties(p):
+        _penalise(row, request)
+
+
+def _penalise(row: torch.Tensor, request: Request) -> None:
+    """Repetition counts prompt and output; presence and frequency count what was generated, here or on another rank."""
+    p, tokens = request.sampling_params, torch.tensor(request.token_ids, device=row.device)
+    if p.repetition_penalty != 1.0:
+        seen = torch.unique(tokens)
+        values = row[seen]
+        row[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+    generated, counts = torch.unique(tokens[request.num_original_prompt_tokens :], return_counts=True)
+    row[generated] -= p.presence_penalty + p.frequency_penalty * counts
+
+
+def _ids(token_ids: Sequence[int], row: torch.Tensor, field: str) -> torch.Tensor:
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < len(row):
+        raise TokenIdError(f"{field} must be at least 0 and below the vocabulary size of {len(row)}, got {list(token_ids)}")
+    return torch.tensor(token_ids, dtype=torch.int64, device=row.device)
+
+
+# --- temperature, min-p, top-k, top-p ---------------------------------------------------------------------------------------
+
+
+def filtered_scores(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """[rows, vocabulary]: log-probabilities but for a constant per row; -inf for what the row's filters drop."""
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=logits.dtype, device=logits.device)[:, None]
+
+    # The best token's score is 0: no temperature can overflow, and min-p is a comparison with a constant.
+    scores = (logits - logits.max(dim=-1, keepdim=True).values).div_(column([p.temperature for p in params]))
+    if rows := [i for i, p in enumerate(params) if p.min_p > 0]:
+        floor = column([params[i].min_p for i in rows]).log()
+        scores[rows] = _drop_below(scores[rows], floor)
+    if rows := [i for i, p in enumerate(params) if 0 < p.top_k < logits.shape[-1]]:
+        floor = _top_k_floor(scores[rows], [params[i].top_k for i in rows])
+        scores[rows] = _drop_below(scores[rows], floor)
+    if rows := [i for i, p in enumerate(params) if p.top_p < 1]:
+        floor = _top_p_floor(scores[rows], [params[i].top_p for i in rows])
+        scores[rows] = _drop_below(scores[rows], floor)
+    return scores
+
+
+def _drop_below(scores: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
+    return scores.masked_fill_(scores < floor, NEG_INF)
+
+
+def _top_k_floor(scores: torch.Tensor, top_k: list[int]) -> torch.Tensor:
+    """[rows, 1]: the k-th highest score."""
+    best = scores.topk(max(top_k), dim=-1).values
+    return best.gather(1, torch.tensor(top_k, device=scores.device)[:, None] - 1)
+
+
+def _top_p_floor(scores: torch.Tensor, top_p: list[float]) -> torch.Tensor:
+    """[rows, 1]: the lowest score of the smallest set of best tokens that has at least the probability `top_p`."""
+    wanted = torch.tensor(top_p, dtype=torch.float64, device=scores.device)[:, None]
+    log_total = scores.logsumexp(dim=-1, keepdim=True)
+    width, vocab_size = FIRST_NUCLEUS_WIDTH, scores.shape[-1]
+    while True:
+        width = min(width, vocab_size)
+        best = scores.topk(width, dim=-1).values
+        mass = (best - log_total).double().exp().cumsum(dim=-1)
+        if width == vocab_size or bool((mass[:, -1:] >= wanted).all()):
+            break
+        width *= 16
+    # A token is in if those before it do not suffice. The first has none before it.
+    num_kept = 1 + (mass[:, :-1] < wanted).sum(dim=-1, keepdim=True)
+    return best.gather(1, num_kept - 1)
+
+
+# --- log-probabilities ------------------------------------------------------------------------------------------------------
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, counts: list[int]) -> list[TokenLogprobs]:
+    """For each row the chosen token's log-probability and rank, and its `counts[i]` most likely tokens."""
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = logprobs.gather(1, token_ids[:, None])
+    ranks = (logprobs > chosen).sum(dim=-1) + 1
+    best = logprobs.topk(min(max(counts), logits.shape[-1]), dim=-1)
+    columns = zip(counts, chosen[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
+    return [TokenLogprobs(value, rank, tuple(ids[:n]), tuple(values[:n])) for n, value, rank, ids, values in columns]

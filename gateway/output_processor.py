@@ -1,0 +1,367 @@
+"""What engines send, to what readers get. The only loop over a whole batch in the front end: per-output work goes here.
+
+Knows no sockets, tasks or clocks. Its promise: every registered request is either removed or gets exactly one end, a finished
+output or an error; what still comes for it afterwards is dropped and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from cores.messages import EngineCoreOutputs, FinishReason, TokenLogprobs
+from cores.sampling_params import SamplingParams
+from gateway.errors import EngineGenerateError
+from gateway.output_collector import OutputSink
+from gateway.outputs import CompletionOutput, RequestOutput
+from gateway.parallel_sampling import ParentRequest
+from gateway.request_state import RequestState, RequestStream
+from gateway.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedOutputs:
+    """What the caller has to do after one slice. No handle is in both lists."""
+
+    abort_handles: list[int]  # ended here, by a stop string or a sibling's error; their engines must be told
+    finished_handles: list[int]  # ended by their engine
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class OutputCounters:
+    """Since the start. A request counts once, however many sequences it has, when it ends."""
+
+    finished_stop: int = 0  # by the reason of its last sequence
+    finished_length: int = 0
+    aborted: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0  # counted at the first token
+    generation_tokens: int = 0
+    stray_outputs: int = 0  # rows for handles that had ended already
+
+    @property
+    def finished(self) -> int:
+        return self.finished_stop + self.finished_length
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """What statistics want to know of a request that has ended. Times are the caller's clock, in seconds."""
+
+    external_id: str
+    internal_id: str
+    finish_reason: str  # "stop", "length", "abort", "error"
+    rank: int | None
+    arrival_s: float
+    first_token_s: float | None
+    last_token_s: float | None
+    queued_s: float
+    num_sequences: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generation_tokens: int
+    num_moves: int
+
+
+@dataclass(slots=True)
+class TokenTimes:
+    """The times of one slice, for histograms. Collected only while somebody asks for them."""
+
+    rank: int
+    num_tokens: int = 0
+    time_to_first_token_s: list[float] = field(default_factory=list)  # one per request
+    inter_token_s: list[float] = field(default_factory=list)  # one per row that was not its sequence's first
+
+
+class OutputProcessor:
+    """All requests in flight, by the handle of each sequence. `on_finished` and `on_tokens` are for statistics."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        on_finished: Callable[[FinishedRequest], None] | None = None,
+        on_tokens: Callable[[TokenTimes], None] | None = None,
+    ) -> None:
+        self.on_finished = on_finished
+        self.on_tokens = on_tokens
+        self.counters = OutputCounters()
+        self._tokenizer = tokenizer
+        self._states: dict[int, RequestState] = {}
+        self._streams: dict[str, RequestStream] = {}  # by internal id
+        self._internal_ids: dict[str, set[str]] = {}  # by external id, which callers may use twice
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        *,
+        handle: int,
+        external_id: str,
+        internal_id: str,
+        prompt_text: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        sink: OutputSink,
+        parent: ParentRequest | None,
+        index: int,
+        arrival_s: float,
+    ) -> None:
+        """Registers one sequence; the children of one parent share its internal id and sink."""
+        assert handle not in self._states, f"handle {handle} is in use"
+        stream = self._streams.get(internal_id)
+        assert stream is None or (parent is not None and stream.parent is parent), f"internal id {internal_id!r} is in use"
+        if stream is None:
+            stream = RequestStream(
+                external_id, internal_id, prompt_text, prompt_token_ids, params.output_kind, sink, parent, arrival_s
+            )
+            self._streams[internal_id] = stream
+            self._internal_ids.setdefault(external_id, set()).add(internal_id)
+        state = RequestState(handle, index, self._tokenizer, params, stream)
+        self._states[handle] = stream.states[handle] = state
+
+    def set_rank(self, handle: int, rank: int) -> None:
+        """Who serves a sequence. Readers are told of the first one only."""
+        state = self._states.get(handle)
+        if state is not None and state.stream.rank is None:
+            state.stream.rank = rank
+
+    def remove(self, handles: Iterable[int]) -> None:
+        """Takes back the registration of the requests with these sequences: no output, nothing counted."""
+        for stream in self._streams_of(handles):
+            self._drop(stream)
+
+    def abort(self, request_id: str) -> list[int]:
+        """Ends the requests of that external or internal id: their readers get what they have, with finish reason "abort".
+        The handles that engines must be told of; none for an unknown or finished id."""
+        internal_ids = self._internal_ids.get(request_id, set()) | {request_id}
+        handles: list[int] = []
+        for internal_id in sorted(internal_ids & self._streams.keys()):
+            stream = self._streams[internal_id]
+            handles += stream.states
+            stream.put_aborted()
+            self._end(stream, "abort")
+        return handles
+
+    def fail(self, handles: Iterable[int], error: Exception) -> list[int]:
+        """Ends the requests with these sequences with `error`. The handles of their other sequences, which may run in engines
+        that live on and must be told."""
+        failed = set(handles)
+        siblings: list[int] = []
+        for stream in self._streams_of(failed):
+            siblings += stream.states.keys() - failed
+            self._fail(stream, error)
+        return sorted(siblings)
+
+    def fail_all(self, error: Exception) -> None:
+        for stream in list(self._streams.values()):
+            self._fail(stream, error)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences in flight."""
+        return len(self._states)
+
+    def handles_of(self, internal_id: str) -> list[int]:
+        """Of the sequences that have not ended; none for an unknown id."""
+        stream = self._streams.get(internal_id)
+        return [] if stream is None else list(stream.states)
+
+    def _streams_of(self, handles: Iterable[int]) -> list[RequestStream]:
+        """Each once, in order of the handles; unknown ones have none."""
+        return list(dict.fromkeys(state.stream for handle in handles if (state := self._states.get(handle)) is not None))
+
+    def _fail(self, stream: RequestStream, error: Exception) -> None:
+        stream.sink.put_error(error)
+        self._end(stream, "error")
+
+    def _end(self, stream: RequestStream, finish_reason: str) -> None:
+        """After its reader has been told."""
+        self._drop(stream)
+        counters = self.counters
+        match finish_reason:
+            case "stop":
+                counters.finished_stop += 1
+            case "length":
+                counters.finished_length += 1
+            case "abort":
+                counters.aborted += 1
+            case _:
+                counters.failed += 1
+        if self.on_finished is not None:
+            self.on_finished(_finished_request(stream, finish_reason))
+
+    def _drop(self, stream: RequestStream) -> None:
+        for handle in stream.states:
+            del self._states[handle]
+        stream.states = {}
+        del self._streams[stream.internal_id]
+        siblings = self._internal_ids[stream.external_id]
+        siblings.remove(stream.internal_id)
+        if not siblings:
+            del self._internal_ids[stream.external_id]
+
+    # --- outputs ------------------------------------------------------------------------------------------------------
+
+    def process(self, outputs: EngineCoreOutputs, chunk_size: int, now: float) -> Iterator[ProcessedOutputs]:
+        """Hands out one step's outputs, `chunk_size` rows at a time; the caller gives the loop a turn between slices. Requests
+        may come and go meanwhile. Must be iterated to its end."""
+        extras = {*outputs.first_tokens, *outputs.finished, *outputs.logprobs}
+        num_rows, offset = len(outputs.handles), 0
+        for start in range(0, num_rows, chunk_size):
+            batch = _Slice(outputs, now, None if self.on_tokens is None else TokenTimes(outputs.rank_id.rank))
+            offset = self._process_rows(batch, range(start, min(start + chunk_size, num_rows)), offset, extras)
+            self.counters.generation_tokens += batch.num_tokens
+            if batch.times is not None and self.on_tokens is not None:
+                batch.times.num_tokens = batch.num_tokens
+                self.on_tokens(batch.times)
+            yield ProcessedOutputs(batch.abort_handles, batch.finished_handles, batch.num_tokens)
+
+    def _process_rows(self, batch: _Slice, rows: range, offset: int, extras: set[int]) -> int:
+        """The hot path: one turn of this loop is one streamed token. Returns the offset of the next row's tokens."""
+        states, now, times = self._states, batch.now, batch.times
+        handles, token_ids, counts = batch.outputs.handles, batch.outputs.token_ids, batch.outputs.counts
+        num_plain = 0
+        for row in rows:
+            count = 1 if counts is None else counts[row]
+            state = states.get(handles[row])
+            if state is None:
+                self.counters.stray_outputs += 1
+            elif count == 1 and state.is_plain and row not in extras:
+                num_plain += 1
+                stream = state.stream
+                stats = stream.stats
+                stats.num_generation_tokens += 1
+                stats.last_token_s = now
+                if times is not None:
+                    times.inter_token_s.append(now - state.last_token_s)
+                    state.last_token_s = now
+                text, ids = state.push_one(token_ids[offset])
+                if state.detokenizer.stop_string is not None:
+                    state.add(text, ids)
+                    self._stop(batch, state, finished=False)
+                elif not state.is_delta:
+                    state.add(text, ids)
+                elif text or ids:
+                    completion = CompletionOutput(state.index, text, ids)
+                    stream.sink.put(
+                        RequestOutput(
+                            stream.external_id, stream.prompt, stream.prompt_token_ids, [completion], False, stats, stream.rank
+                        )
+                    )
+            else:
+                self._process_row(batch, state, row, token_ids[offset : offset + count])
+            offset += count
+        batch.num_tokens += num_plain
+        return offset
+
+    def _process_row(self, batch: _Slice, state: RequestState, row: int, token_ids: Sequence[int]) -> None:
+        """A row of any kind."""
+        outputs, stream = batch.outputs, state.stream
+        finished, logprobs = outputs.finished.get(row), outputs.logprobs.get(row, ())
+        if finished is not None:
+            batch.finished_handles.append(state.handle)
+        error = self._row_error(batch, state, row, token_ids, logprobs)
+        if error is not None:
+            siblings = self.fail([state.handle], error)
+            batch.abort_handles += siblings if finished is not None else [state.handle, *siblings]
+            return
+        num_taken = state.push(token_ids, logprobs, finished)
+        if num_taken:
+            self._book_tokens(batch, state, num_taken)
+        if (first := outputs.first_tokens.get(row)) is not None and stream.stats.num_generation_tokens == num_taken:
+            stream.on_first_token(first)
+        if state.detokenizer.stop_string is not None:
+            self._stop(batch, state, finished=finished is not None)
+        elif finished is not None:
+            self._finish(state, finished.reason.text, state.stop_reason(finished))
+        elif (completion := state.take_new()) is not None:
+            stream.put(completion)
+
+    @staticmethod
+    def _row_error(
+        batch: _Slice, state: RequestState, row: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> EngineGenerateError | None:
+        finished, rank_id = batch.outputs.finished.get(row), batch.outputs.rank_id
+        if finished is not None and finished.reason is FinishReason.ERROR:
+            return EngineGenerateError(finished.error or f"{rank_id} failed the request and gave no reason")
+        if state.lacks_logprobs(token_ids, logprobs):
+            return EngineGenerateError(f"{rank_id} sent {len(token_ids)} tokens with log-probabilities of {len(logprobs)}")
+        return None
+
+    def _book_tokens(self, batch: _Slice, state: RequestState, num_tokens: int) -> None:
+        stream, now, times = state.stream, batch.now, batch.times
+        stats = stream.stats
+        batch.num_tokens += num_tokens
+        stats.num_generation_tokens += num_tokens
+        stats.last_token_s = now
+        if stats.first_token_s is None:
+            stats.first_token_s = now
+            self.counters.prompt_tokens += len(stream.prompt_token_ids)
+            if stream.rank is None:
+                stream.rank = batch.outputs.rank_id.rank
+            if times is not None:
+                times.time_to_first_token_s.append(now - stats.arrival_s)
+        if times is not None and state.has_tokens:
+            times.inter_token_s.append(now - state.last_token_s)
+        state.last_token_s = now
+        state.has_tokens = True
+        state.is_plain = state.can_be_plain
+
+    def _stop(self, batch: _Slice, state: RequestState, *, finished: bool) -> None:
+        """Ended by a stop string, which its engine cannot see: that works on the next token unless it has `finished` too."""
+        if not finished:
+            batch.abort_handles.append(state.handle)
+        self._finish(state, "stop", state.detokenizer.stop_string)
+
+    def _finish(self, state: RequestState, finish_reason: str, stop_reason: int | str | None) -> None:
+        stream = state.stream
+        stream.put(state.finish(finish_reason, stop_reason))
+        del self._states[state.handle], stream.states[state.handle]
+        if stream.num_open == 0:
+            self._end(stream, finish_reason)
+
+    def check_invariants(self) -> None:
+        assert self._streams.keys() == {i for ids in self._internal_ids.values() for i in ids}
+        for internal_id, stream in self._streams.items():
+            assert stream.internal_id == internal_id
+            assert internal_id in self._internal_ids[stream.external_id]
+            assert 1 <= len(stream.states) <= stream.num_open
+        in_streams = {handle: state for stream in self._streams.values() for handle, state in stream.states.items()}
+        assert in_streams == self._states
+        for handle, state in self._states.items():
+            assert state.handle == handle
+
+
+class _Slice:
+    """What has come of one slice so far."""
+
+    __slots__ = ("abort_handles", "finished_handles", "now", "num_tokens", "outputs", "times")
+
+    def __init__(self, outputs: EngineCoreOutputs, now: float, times: TokenTimes | None) -> None:
+        self.outputs = outputs
+        self.now = now
+        self.times = times
+        self.abort_handles: list[int] = []
+        self.finished_handles: list[int] = []
+        self.num_tokens = 0
+
+
+def _finished_request(stream: RequestStream, finish_reason: str) -> FinishedRequest:
+    stats = stream.stats
+    return FinishedRequest(
+        external_id=stream.external_id,
+        internal_id=stream.internal_id,
+        finish_reason=finish_reason,
+        rank=stream.rank,
+        arrival_s=stats.arrival_s,
+        first_token_s=stats.first_token_s,
+        last_token_s=stats.last_token_s,
+        queued_s=stats.queued_s,
+        num_sequences=1 if stream.parent is None else stream.parent.n,
+        num_prompt_tokens=len(stream.prompt_token_ids),
+        num_cached_tokens=stats.num_cached_tokens,
+        num_generation_tokens=stats.num_generation_tokens,
+        num_moves=stats.num_moves,
+    )

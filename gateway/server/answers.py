@@ -1,0 +1,141 @@
+"""What answers are made of: the shapes of the two completion APIs, and whole (not streamed) answers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from gateway.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from gateway.server.usage import UsageCounter
+
+LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What all parts of one answer share."""
+
+    id: str
+    model: str
+    created: int  # Unix time
+    prompt_token_ids: Sequence[Sequence[int]]  # by prompt
+    n: int = 1  # sequences per prompt
+    echo: tuple[str, ...] = ()  # what each prompt's sequences begin with; empty: nothing
+    role: str = "assistant"
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+
+    @property
+    def num_choices(self) -> int:
+        return self.n * len(self.prompt_token_ids)
+
+    def prefix_of(self, index: int) -> str:
+        return self.echo[index // self.n] if self.echo else ""
+
+    def new_usage(self) -> UsageCounter:
+        return UsageCounter(sum(map(len, self.prompt_token_ids)), self.n)
+
+
+@dataclass(frozen=True, slots=True)
+class ApiShape:
+    """How one of the APIs wraps text: the JSON around a streamed piece, and the choice of a whole answer."""
+
+    whole_object: str
+    chunk_object: str
+    before_piece: str
+    after_piece: str
+    has_roles: bool
+    whole_text: Callable[[str, str], dict[str, Any]]  # (role, text) -> fields of a choice
+    logprobs: Callable[[Sequence[PositionLogprobs], int], dict[str, Any]]  # (positions, offset of the first one's text)
+
+
+def whole_answer(shape: ApiShape, answer: Answer, outputs: Sequence[RequestOutput]) -> bytes:
+    """The answer to a request that was not streamed, from the final output of each prompt."""
+    usage = answer.new_usage()
+    for output in outputs:
+        usage.add(output)
+    completions = sorted((c for output in outputs for c in output.outputs), key=lambda completion: completion.index)
+    document = {
+        "id": answer.id,
+        "object": shape.whole_object,
+        "created": answer.created,
+        "model": answer.model,
+        "choices": [_whole_choice(shape, answer, completion) for completion in completions],
+        "usage": usage.to_document(),
+    }
+    if answer.return_token_ids and shape.has_roles:
+        document["prompt_token_ids"] = answer.prompt_token_ids[0]
+    return msgspec.json.encode(document)
+
+
+def _whole_choice(shape: ApiShape, answer: Answer, completion: CompletionOutput) -> dict[str, Any]:
+    prefix = answer.prefix_of(completion.index)
+    positions = completion.logprobs
+    choice = {
+        "index": completion.index,
+        **shape.whole_text(answer.role, prefix + completion.text),
+        "logprobs": None if positions is None else shape.logprobs(positions, len(prefix)),
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if answer.return_token_ids:
+        choice["token_ids"] = completion.token_ids
+        if not shape.has_roles:
+            choice["prompt_token_ids"] = answer.prompt_token_ids[completion.index // answer.n]
+    return choice
+
+
+def chat_logprobs(positions: Sequence[PositionLogprobs], _offset: int) -> dict[str, Any]:
+    content = [
+        {**_chat_logprob(position.chosen), "top_logprobs": [_chat_logprob(candidate) for candidate in position.top]}
+        for position in positions
+    ]
+    return {"content": content}
+
+
+def _chat_logprob(candidate: Logprob) -> dict[str, Any]:
+    return {"token": candidate.text, "logprob": _finite(candidate.logprob), "bytes": list(candidate.bytes_)}
+
+
+def completion_logprobs(positions: Sequence[PositionLogprobs], offset: int) -> dict[str, Any]:
+    """OpenAI's columns. `top_logprobs` has the chosen token beside the most likely ones."""
+    offsets, top = [], []
+    for position in positions:
+        offsets.append(offset)
+        offset += len(position.chosen.text)
+        candidates = (*position.top, position.chosen)
+        top.append({candidate.text: _finite(candidate.logprob) for candidate in candidates})
+    return {
+        "tokens": [position.chosen.text for position in positions],
+        "token_logprobs": [_finite(position.chosen.logprob) for position in positions],
+        "top_logprobs": top,
+        "text_offset": offsets,
+    }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)
+
+
+CHAT = ApiShape(
+    whole_object="chat.completion",
+    chunk_object="chat.completion.chunk",
+    before_piece='"delta":{"content":',
+    after_piece="}",
+    has_roles=True,
+    whole_text=lambda role, text: {"message": {"role": role, "content": text}},
+    logprobs=chat_logprobs,
+)
+COMPLETION = ApiShape(
+    whole_object="text_completion",
+    chunk_object="text_completion",
+    before_piece='"text":',
+    after_piece="",
+    has_roles=False,
+    whole_text=lambda _role, text: {"text": text},
+    logprobs=completion_logprobs,
+)

@@ -1,0 +1,109 @@
+"""The application: which routes there are and what surrounds them; and its life on a listening socket."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Handler
+
+from gateway.config import ConfigError, ServerConfig
+from gateway.server.edge import add_headers, edge
+from gateway.server.routes import chat, completions, models, observation, tokenization
+from gateway.server.state import STATE, ServerState
+
+BACKLOG = 2048
+KEEPALIVE_TIMEOUT_S = 75.0  # of an idle connection, from its first byte on; longer than usual proxies keep theirs
+INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+
+
+def create_app(state: ServerState) -> web.Application:
+    """The handlers find `state` in the application; `state.engine` may still be None."""
+    app = web.Application(middlewares=[edge, count_in_flight], client_max_size=state.max_body_bytes)
+    app[STATE] = state
+    for module in (chat, completions, models, observation, tokenization):
+        app.add_routes(module.routes)
+    app.on_response_prepare.append(add_headers)
+    return app
+
+
+@web.middleware
+async def count_in_flight(request: web.Request, handler: Handler) -> web.StreamResponse:
+    if request.path not in INFERENCE_PATHS:
+        return await handler(request)
+    state = request.app[STATE]
+    state.num_in_flight += 1
+    try:
+        return await handler(request)
+    finally:
+        state.num_in_flight -= 1
+
+
+class RunningServer:
+    """Made by `run_server`."""
+
+    def __init__(self, runner: web.AppRunner, site: web.SockSite) -> None:
+        self._runner = runner
+        self._site: web.SockSite | None = site
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        """Accepts nothing more, lets handlers go on for `timeout_s`, then cancels them. Idempotent."""
+        if self._site is None:
+            return
+        site, self._site = self._site, None
+        await site.stop()
+        server = self._runner.server
+        assert server is not None
+        server.pre_shutdown()
+        await server.shutdown(timeout_s)
+        await self._runner.cleanup()
+
+
+async def run_server(state: ServerState, sock: socket.socket) -> RunningServer:
+    """`sock` is bound (TCP or Unix); it is closed when the server stops. Raises `ConfigError` for unusable TLS files."""
+    ssl_context = make_ssl_context(state.config.server)
+    runner = web.AppRunner(
+        create_app(state),
+        # A client that goes away cancels its handler, which closes the generator, which aborts the request in its engine.
+        handler_cancellation=True,
+        access_log=None,
+        logger=_http_logger(),
+        keepalive_timeout=KEEPALIVE_TIMEOUT_S,
+    )
+    await runner.setup()
+    site = web.SockSite(runner, sock, ssl_context=ssl_context, backlog=BACKLOG)
+    await site.start()
+    return RunningServer(runner, site)
+
+
+def make_ssl_context(config: ServerConfig) -> ssl.SSLContext | None:
+    """Raises `ConfigError` naming the file that cannot be used."""
+    if config.ssl_certfile is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except (OSError, ssl.SSLError) as error:
+        files = f"{config.ssl_certfile}, {config.ssl_keyfile}"
+        raise ConfigError(f"--ssl-certfile, --ssl-keyfile: cannot use {files}: {error}") from error
+    return context
+
+
+def _http_logger() -> logging.Logger:
+    """aiohttp's log of what never becomes a request. Anyone can send garbage to a port: a line each, no traceback."""
+    logger = logging.getLogger("gateway.server.http")
+    if not logger.filters:
+        logger.addFilter(_shorten_bad_requests)
+    return logger
+
+
+def _shorten_bad_requests(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        summary = str(error.message).partition("\n")[0]
+        record.msg, record.args, record.exc_info = f"{record.getMessage()}: {summary}", (), None
+        record.levelno, record.levelname = logging.INFO, "INFO"
+    return True

@@ -1,0 +1,100 @@
+"""From one HTTP request to the outputs of one or more engine requests. Knows headers and prompts, no response format."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from cores.sampling_params import SamplingParams
+from gateway.engine_client import EngineClient
+from gateway.errors import InvalidRequestError
+from gateway.outputs import RequestOutput
+from gateway.server.prompts import TokenizedPrompt
+
+TRACE_HEADERS = ("traceparent", "tracestate")
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What the headers say about where and how a request is to be served."""
+
+    request_id: str
+    data_parallel_rank: int | None = None
+    session_id: str | None = None
+    trace_headers: dict[str, str] | None = None
+
+    @classmethod
+    def from_request(cls, request: web.Request, request_id: str) -> Routing:
+        """Raises `InvalidRequestError`."""
+        headers = request.headers
+        trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
+        rank = _rank(headers.get("X-data-parallel-rank"))
+        return cls(request_id, rank, headers.get("X-Session-Id"), trace or None)
+
+
+def _rank(text: str | None) -> int | None:
+    if text is None:
+        return None
+    # Not `int()`: it takes "1_0", "+1" and digits of other scripts.
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise InvalidRequestError(
+            f"X-data-parallel-rank must be a rank number of at least 0, got {text!r}", "X-data-parallel-rank"
+        )
+    return int(text)
+
+
+def generate(
+    engine: EngineClient,
+    prompts: Sequence[TokenizedPrompt],
+    params: SamplingParams,
+    routing: Routing,
+    *,
+    priority: int = 0,
+    cache_salt: str | None = None,
+) -> AsyncGenerator[RequestOutput, None]:
+    """The outputs of all prompts, as they come. Choice j of prompt i has the index i × n + j. Closing it aborts all."""
+    streams = [
+        engine.generate(
+            prompt.token_ids,
+            params,
+            routing.request_id,
+            trace_headers=routing.trace_headers,
+            priority=priority,
+            data_parallel_rank=routing.data_parallel_rank,
+            session_id=routing.session_id,
+            prompt_text=prompt.text,
+            cache_salt=cache_salt,
+        )
+        for prompt in prompts
+    ]
+    # Nearly every request has one prompt: nothing stands between its generator and its reader.
+    return streams[0] if len(streams) == 1 else merge(streams, params.n)
+
+
+async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]], n: int) -> AsyncGenerator[RequestOutput, None]:
+    """One item of each stream is fetched ahead and no more, so that a slow reader holds back every stream."""
+    tasks = {asyncio.ensure_future(anext(stream)): i for i, stream in enumerate(streams)}
+    try:
+        while tasks:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            # In the order of the prompts: `done` is a set.
+            for task in sorted(done, key=tasks.__getitem__):
+                i = tasks.pop(task)
+                try:
+                    output = task.result()
+                except StopAsyncIteration:
+                    continue
+                for completion in output.outputs:
+                    completion.index += i * n
+                tasks[asyncio.ensure_future(anext(streams[i]))] = i
+                yield output
+    finally:
+        for task in tasks:
+            task.cancel()
+        # Each must have ended before its stream can be closed. Their errors die with the request that has failed already.
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()

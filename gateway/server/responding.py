@@ -1,0 +1,97 @@
+"""Writes answers to a client, streamed or whole. Knows the connection; what the bytes say is made elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from aiohttp import ClientConnectionResetError, web
+
+from gateway.outputs import RequestOutput
+from gateway.server.answers import Answer, ApiShape, whole_answer
+from gateway.server.failure import to_failure
+from gateway.server.sse import StreamEncoder
+from gateway.server.state import REQUEST_ID
+
+logger = logging.getLogger(__name__)
+
+RANK_HEADER = "X-Gateway-Rank"
+SSE_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx collects a response before it passes it on, unless told otherwise
+}
+
+
+async def respond(
+    request: web.Request, shape: ApiShape, answer: Answer, outputs: AsyncGenerator[RequestOutput, None], *, stream: bool
+) -> web.StreamResponse:
+    """Raises what `EngineClient.generate` raises, as long as nothing has been written. Cancelling it aborts."""
+    async with aclosing(outputs):
+        if stream:
+            return await _stream(request, outputs, StreamEncoder(shape, answer))
+        return await _whole(shape, answer, outputs)
+
+
+async def _whole(shape: ApiShape, answer: Answer, outputs: AsyncGenerator[RequestOutput, None]) -> web.Response:
+    finals = [output async for output in outputs]
+    body = whole_answer(shape, answer, finals)
+    return web.Response(body=body, content_type="application/json", charset="utf-8", headers=_rank_header(finals[0]))
+
+
+async def _stream(
+    request: web.Request, outputs: AsyncGenerator[RequestOutput, None], encoder: StreamEncoder
+) -> web.StreamResponse:
+    # Nothing is sent before the first output: until then an error is an ordinary HTTP answer, and then the rank is known.
+    first = await anext(outputs)
+    response = web.StreamResponse(headers=SSE_HEADERS | _rank_header(first))
+    await response.prepare(request)
+    try:
+        try:
+            end = await _write_outputs(request, response, first, outputs, encoder)
+        except ClientConnectionResetError:
+            raise
+        except Exception as error:
+            end = _last_words(request, error)
+            response.force_close()
+        await response.write_eof(end)
+    except ClientConnectionResetError:
+        logger.debug("request %s: the client is gone", request[REQUEST_ID])
+    return response
+
+
+async def _write_outputs(
+    request: web.Request,
+    response: web.StreamResponse,
+    first: RequestOutput,
+    outputs: AsyncGenerator[RequestOutput, None],
+    encoder: StreamEncoder,
+) -> bytes:
+    """Writes all but the last bytes, which it returns: they go out together with the end of the body."""
+    protocol, writer = request.protocol, request.writer
+    data = encoder.open() + encoder.encode(first)
+    if not encoder.is_finished:
+        await response.write(data)
+    async for output in outputs:
+        # Once per output of every stream: the hot path of the server.
+        data = encoder.encode(output)
+        if data and not encoder.is_finished:
+            await response.write(data)
+            # aiohttp itself waits for a slow reader only once in 64 KiB. Waiting as soon as the transport asks for it lets
+            # the tokens merge in the request's collector instead of piling up as bytes.
+            if protocol.writing_paused:
+                await writer.drain()
+    return data + encoder.close()
+
+
+def _last_words(request: web.Request, error: Exception) -> bytes:
+    """The error event of a stream that had begun."""
+    failure = to_failure(error)
+    log = logger.exception if failure.is_bug else logger.warning
+    log("request %s failed in its stream: %s: %s", request[REQUEST_ID], failure.type, error)
+    return failure.event()
+
+
+def _rank_header(output: RequestOutput) -> dict[str, str]:
+    return {} if output.rank is None else {RANK_HEADER: str(output.rank)}

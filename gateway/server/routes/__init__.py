@@ -1,0 +1,1 @@
+"""One module per group of routes; each has `routes`, which the application adds."""

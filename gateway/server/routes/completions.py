@@ -1,0 +1,52 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import time
+
+from aiohttp import web
+
+from gateway.engine_client import EngineClient
+from gateway.server.answers import COMPLETION, Answer
+from gateway.server.body import read_body
+from gateway.server.generation import Routing, generate
+from gateway.server.prompts import TokenizedPrompt, completion_prompts, split_prompts
+from gateway.server.responding import respond
+from gateway.server.sampling import to_sampling_params
+from gateway.server.schema import BodyDecoder, CompletionRequest
+from gateway.server.state import REQUEST_ID, STATE
+
+routes = web.RouteTableDef()
+_decoder = BodyDecoder(CompletionRequest)
+
+
+@routes.post("/v1/completions")
+async def create_completion(request: web.Request) -> web.StreamResponse:
+    state, request_id = request.app[STATE], request[REQUEST_ID]
+    engine = state.require_engine()
+    body = await read_body(request, _decoder)
+    model = state.resolve_model(body.model)
+    params = to_sampling_params(body)
+    routing = Routing.from_request(request, request_id)
+    engine.check_admission(params.n * len(split_prompts(body.prompt)))
+    prompts = await completion_prompts(body, engine.renderer)
+    options = body.stream_options
+    answer = Answer(
+        id=f"cmpl-{request_id}",
+        model=model,
+        created=int(time.time()),
+        prompt_token_ids=[prompt.token_ids for prompt in prompts],
+        n=params.n,
+        echo=tuple(_text(prompt, engine) for prompt in prompts) if body.echo else (),
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
+        return_token_ids=bool(body.return_token_ids),
+    )
+    outputs = generate(engine, prompts, params, routing, priority=body.priority or 0, cache_salt=body.cache_salt)
+    return await respond(request, COMPLETION, answer, outputs, stream=bool(body.stream))
+
+
+def _text(prompt: TokenizedPrompt, engine: EngineClient) -> str:
+    if prompt.text is not None:
+        return prompt.text
+    return engine.renderer.tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False)

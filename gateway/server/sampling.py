@@ -1,0 +1,115 @@
+"""From a request body to `SamplingParams`. What cannot be served yet is refused by name, never ignored. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cores.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
+from gateway.errors import InvalidRequestError
+from gateway.server.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for plain completions; chat goes on up to the model's length
+
+_SAME_NAME = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+    "min_tokens", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output",
+)  # fmt: skip
+_LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
+
+
+def to_sampling_params(request: CompletionRequest | ChatCompletionRequest) -> SamplingParams:
+    """Raises `InvalidRequestError` or `InvalidParameterError` for the first field that cannot be served."""
+    refuse_unsupported(request)
+    values: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+    values.update({name: tuple(value) for name in _LISTS if (value := getattr(request, name)) is not None})
+    if request.stop is not None:
+        values["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+    if request.logit_bias is not None:
+        values["logit_bias"] = _logit_bias(request.logit_bias)
+    params = SamplingParams(
+        **values,
+        max_tokens=_max_tokens(request),
+        logprobs=_num_logprobs(request),
+        output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
+    )
+    params.verify()
+    return params
+
+
+def _max_tokens(request: CompletionRequest | ChatCompletionRequest) -> int | None:
+    if isinstance(request, CompletionRequest):
+        return COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+
+
+def _num_logprobs(request: CompletionRequest | ChatCompletionRequest) -> int | None:
+    """How many alternatives beside the chosen token; None: no log-probabilities at all."""
+    if isinstance(request, CompletionRequest):
+        return request.logprobs
+    top = request.top_logprobs
+    if top is not None and not 0 <= top <= MAX_LOGPROBS:
+        raise InvalidRequestError(f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {top}", "top_logprobs")
+    if not request.logprobs:
+        if top:
+            raise InvalidRequestError(f"top_logprobs ({top}) needs logprobs to be true", "top_logprobs")
+        return None
+    return top or 0
+
+
+def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
+    result = {}
+    for key, value in bias.items():
+        try:
+            result[int(key)] = value
+        except ValueError:
+            raise InvalidRequestError(f"logit_bias keys must be token ids, got {key!r}", "logit_bias") from None
+    return result
+
+
+def refuse_unsupported(request: GenerationRequest) -> None:
+    """Raises `InvalidRequestError` for a field that asks for what is not there yet."""
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequestError("stream_options is only allowed when stream is true", "stream_options")
+    if request.response_format is not None and request.response_format.type != "text":
+        _refuse("response_format", request.response_format.type, "text")
+    if request.best_of is not None and request.best_of > (request.n or 1):
+        raise InvalidRequestError(f"best_of above n is not supported, got {request.best_of}", "best_of")
+    for name in ("structured_outputs", "prompt_logprobs", "truncate_prompt_tokens"):
+        _refuse_set(request, name)
+    if request.use_beam_search:
+        raise InvalidRequestError("use_beam_search is not supported", "use_beam_search")
+    if isinstance(request, ChatCompletionRequest):
+        _refuse_unsupported_chat(request)
+    elif isinstance(request, CompletionRequest):
+        _refuse_unsupported_completion(request)
+
+
+def _refuse_unsupported_completion(request: CompletionRequest) -> None:
+    for name in ("suffix", "prompt_embeds"):
+        _refuse_set(request, name)
+    if request.echo and request.logprobs is not None:
+        raise InvalidRequestError("echo together with logprobs is not supported yet: it needs prompt_logprobs", "echo")
+
+
+def _refuse_unsupported_chat(request: ChatCompletionRequest) -> None:
+    if request.tool_choice not in (None, "none", "auto"):
+        _refuse("tool_choice", request.tool_choice, "none")
+    if request.tools and request.tool_choice != "none":
+        raise InvalidRequestError('tools are not supported yet; allowed: no tools, or tool_choice "none"', "tools")
+    if request.function_call not in (None, "none", "auto"):
+        _refuse("function_call", request.function_call, "none")
+    if request.functions and request.function_call != "none":
+        raise InvalidRequestError("functions are not supported yet", "functions")
+    if request.modalities not in (None, ["text"]):
+        _refuse("modalities", request.modalities, ["text"])
+    for name in ("chat_template", "documents", "audio"):
+        _refuse_set(request, name)
+
+
+def _refuse_set(request: GenerationRequest, name: str) -> None:
+    if getattr(request, name) is not None:
+        raise InvalidRequestError(f"{name} is not supported yet; leave it out", name)
+
+
+def _refuse(name: str, value: Any, allowed: Any) -> None:
+    raise InvalidRequestError(f"{name} {value!r} is not supported yet; allowed: {allowed!r}", name)

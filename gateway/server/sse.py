@@ -1,0 +1,111 @@
+"""Streamed answers as server-sent events. Takes outputs, returns bytes; writes nothing.
+
+A stream is: one role chunk per choice (chat), chunks with pieces of text, for each choice exactly one chunk with a finish
+reason, which is its last, a usage chunk if asked for, and `[DONE]`. All but the escaped text of a usual chunk is known when
+the stream begins, so it is made then: 0.1 µs a chunk, where encoding the whole chunk as JSON takes 0.6 (C) to 5 (pydantic).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from gateway.outputs import CompletionOutput, RequestOutput
+from gateway.server.answers import Answer, ApiShape
+
+DONE = b"data: [DONE]\n\n"
+_to_json = msgspec.json.Encoder().encode
+
+
+class StreamEncoder:
+    """The events of one stream."""
+
+    def __init__(self, shape: ApiShape, answer: Answer) -> None:
+        self._shape = shape
+        self._answer = answer
+        self._usage = answer.new_usage()
+        self._unfinished = answer.num_choices
+        # Everything up to `"choices":[` is the same in every event.
+        head = {"id": answer.id, "object": shape.chunk_object, "created": answer.created, "model": answer.model}
+        self._head = b"data: " + _to_json(head)[:-1] + b',"choices":['
+        self._before = [self._before_text(index) for index in range(answer.num_choices)]
+        self._after = f'{shape.after_piece},"logprobs":null,"finish_reason":null}}]}}\n\n'.encode()
+        # Per choice; only logprobs of the completions API need it.
+        self._offsets = [len(answer.prefix_of(index)) for index in range(answer.num_choices)]
+        self._is_plain = not (answer.continuous_usage or answer.return_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        """Every choice has had its finish reason."""
+        return self._unfinished == 0
+
+    def open(self) -> bytes:
+        """What stands before the first piece: roles, echoed prompts, prompt token ids."""
+        answer, shape = self._answer, self._shape
+        if not (shape.has_roles or answer.echo or answer.return_token_ids):
+            return b""
+        return b"".join(self._opening_chunk(index) for index in range(answer.num_choices))
+
+    def encode(self, output: RequestOutput) -> bytes:
+        """The events of one output; empty if it has nothing to show yet."""
+        # Called for every output of every stream: the usual one must stay this short.
+        self._usage.add(output)
+        completions = output.outputs
+        if len(completions) == 1:
+            return self._encode_completion(completions[0])
+        return b"".join([self._encode_completion(completion) for completion in completions])
+
+    def close(self) -> bytes:
+        """The end of a stream whose choices have all finished."""
+        if self._unfinished:
+            raise RuntimeError(f"{self._unfinished} choices of {self._answer.id} ended without a finish reason")
+        if not self._answer.include_usage:
+            return DONE
+        return self._head + b'],"usage":' + _to_json(self._usage.to_document()) + b"}\n\n" + DONE
+
+    def _before_text(self, index: int) -> bytes:
+        return self._head + f'{{"index":{index},{self._shape.before_piece}'.encode()
+
+    def _encode_completion(self, completion: CompletionOutput) -> bytes:
+        if self._is_plain and completion.finish_reason is None and completion.logprobs is None:
+            if not completion.text:
+                return b""
+            return self._before[completion.index] + _to_json(completion.text) + self._after
+        return self._encode_with_extras(completion)
+
+    def _encode_with_extras(self, completion: CompletionOutput) -> bytes:
+        index, positions = completion.index, completion.logprobs
+        fields: dict[str, Any] = {"logprobs": None, "finish_reason": completion.finish_reason}
+        if positions is not None:
+            fields["logprobs"] = self._shape.logprobs(positions, self._offsets[index])
+            self._offsets[index] += sum(len(position.chosen.text) for position in positions)
+        if completion.finish_reason is not None:
+            self._unfinished -= 1
+            fields["stop_reason"] = completion.stop_reason
+        if self._answer.return_token_ids:
+            fields["token_ids"] = completion.token_ids
+        return self._chunk(self._before[index] + _to_json(completion.text) + self._shape.after_piece.encode(), fields)
+
+    def _opening_chunk(self, index: int) -> bytes:
+        answer, shape = self._answer, self._shape
+        text = answer.prefix_of(index)
+        fields: dict[str, Any] = {"logprobs": None, "finish_reason": None}
+        top_level: dict[str, Any] = {}
+        if answer.return_token_ids:
+            prompt_token_ids = answer.prompt_token_ids[index // answer.n]
+            (top_level if shape.has_roles else fields)["prompt_token_ids"] = prompt_token_ids
+        if shape.has_roles:
+            delta = _to_json({"role": answer.role, "content": text})
+            start = self._head + b'{"index":%d,"delta":%b' % (index, delta)
+        else:
+            start = self._before[index] + _to_json(text)
+        return self._chunk(start, fields, top_level)
+
+    def _chunk(self, start: bytes, choice_fields: dict[str, Any], top_level: dict[str, Any] | None = None) -> bytes:
+        """`start` is an event up to and with the text of its only choice."""
+        top_level = dict(top_level or {})
+        if self._answer.continuous_usage:
+            top_level["usage"] = self._usage.to_document()
+        rest = b"," + _to_json(top_level)[1:] if top_level else b"}"
+        return start + b"," + _to_json(choice_fields)[1:] + b"]" + rest + b"\n\n"

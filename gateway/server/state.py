@@ -1,0 +1,75 @@
+"""What the handlers share. Filled by the composition root: the engine is None until every rank is ready."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from aiohttp import web
+
+from gateway.config import GatewayConfig
+from gateway.engine_client import EngineClient
+from gateway.errors import InvalidRequestError, OverloadedError
+from gateway.metrics import RequestMetrics
+from gateway.server.auth import KeyRing
+from gateway.status import StatusSnapshot
+from gateway.version import __version__
+
+STARTING_RETRY_AFTER_S = 5.0
+
+
+@dataclass(slots=True)
+class ServerState:
+    config: GatewayConfig
+    engine: EngineClient | None = None
+    starting_status: Callable[[], StatusSnapshot] | None = None  # what `/status` says while there is no engine
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    max_body_bytes: int = 64 * 1024 * 1024
+    body_timeout_s: float = 60.0  # for the whole body, from its headers on
+    num_in_flight: int = 0  # inference requests of this server
+    started_s: float = field(default_factory=time.monotonic)
+    keys: KeyRing = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keys = KeyRing(self.config.server.api_key)
+
+    def require_engine(self) -> EngineClient:
+        """Raises `OverloadedError` while the engine is starting."""
+        if self.engine is None:
+            raise OverloadedError("the server is starting: no engine is ready yet", STARTING_RETRY_AFTER_S)
+        return self.engine
+
+    def status(self) -> StatusSnapshot:
+        if self.engine is not None:
+            return self.engine.status()
+        if self.starting_status is not None:
+            return self.starting_status()
+        uptime_s = time.monotonic() - self.started_s
+        return StatusSnapshot(
+            version=__version__, mode="", model=self.served_model_names[0], uptime_s=uptime_s, state="starting"
+        )
+
+    @property
+    def served_model_names(self) -> tuple[str, ...]:
+        """All names that requests may use; the first is the one that answers carry when a request names none."""
+        if self.config.server.served_model_name:
+            return self.config.server.served_model_name
+        return (self.engine.model_config.name if self.engine is not None else Path(self.config.engine.model).name,)
+
+    def resolve_model(self, name: str | None) -> str:
+        """The name to answer with. Raises `InvalidRequestError` (404) for a model that is not served here."""
+        names = self.served_model_names
+        if name is None:
+            return names[0]
+        if name not in names:
+            served = ", ".join(map(repr, names))
+            raise InvalidRequestError(
+                f"model {name!r} is not served here; served: {served}", "model", status=404, code="model_not_found"
+            )
+        return name
+
+
+STATE: web.AppKey[ServerState] = web.AppKey("state", ServerState)
+REQUEST_ID = web.RequestKey("request_id", str)

@@ -1,0 +1,31 @@
+"""Token counts of one HTTP request, as they are delivered. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.outputs import RequestOutput
+
+
+class UsageCounter:
+    """Prompt tokens count once per prompt, completion tokens of all its `n` sequences."""
+
+    def __init__(self, num_prompt_tokens: int, n: int) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._n = n
+        self._cached_by_prompt: dict[int, int] = {}
+        self.num_completion_tokens = 0
+
+    def add(self, output: RequestOutput) -> None:
+        for completion in output.outputs:
+            self.num_completion_tokens += len(completion.token_ids)
+        if output.stats.num_cached_tokens and output.outputs:
+            self._cached_by_prompt[output.outputs[0].index // self._n] = output.stats.num_cached_tokens
+
+    def to_document(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self._num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": self._num_prompt_tokens + self.num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_by_prompt.values())},
+        }

@@ -1,0 +1,131 @@
+"""Every value that cannot be served is a 400 that names the field; nothing is silently ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT_BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello?"}]}
+COMPLETION_BODY: dict[str, Any] = {"prompt": "Hello"}
+
+BOTH = [
+    ({"n": 0}, "n", "between 1 and 128"),
+    ({"n": 129}, "n", "129"),
+    ({"n": True}, "n", "n must be int, got true"),
+    ({"temperature": -0.1}, "temperature", "-0.1"),
+    ({"temperature": "hot"}, "temperature", 'temperature must be float, got "hot"'),
+    ({"top_p": 0}, "top_p", "greater than 0"),
+    ({"top_p": 1.1}, "top_p", "1.1"),
+    ({"top_k": -2}, "top_k", "-2"),
+    ({"min_p": 2}, "min_p", "between 0.0 and 1.0"),
+    ({"presence_penalty": 3}, "presence_penalty", "between -2.0 and 2.0"),
+    ({"frequency_penalty": -3}, "frequency_penalty", "-3"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+    ({"seed": 2**64}, "seed", str(2**64)),
+    ({"max_tokens": 0}, "max_tokens", "at least 1"),
+    ({"max_tokens": 2**40}, "max_tokens", str(2**40)),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "at most max_tokens (4)"),
+    ({"stop": [1]}, "stop", "stop[0] must be str, got 1"),
+    ({"stop": [""]}, "stop", "empty"),
+    ({"stop": ["x"] * 65}, "stop", "65"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", "-1"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "'a'"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "101"),
+    ({"logit_bias": {"5": "x"}}, "logit_bias", '{"5":"x"}'),
+    ({"prompt_logprobs": 1}, "prompt_logprobs", "not supported yet"),
+    ({"structured_outputs": {"regex": "a+"}}, "structured_outputs", "not supported yet"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "'json_object' is not supported yet"),
+    ({"response_format": {}}, "response_format", "response_format.type is required"),
+    ({"best_of": 3, "n": 2}, "best_of", "3"),
+    ({"use_beam_search": True}, "use_beam_search", "not supported"),
+    ({"truncate_prompt_tokens": 4}, "truncate_prompt_tokens", "not supported yet"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream is true"),
+    ({"stream": "yes"}, "stream", '"yes"'),
+    ({"model": 7}, "model", "7"),
+]
+ONLY_CHAT = [
+    ({"messages": None}, "messages", "null"),
+    ({"messages": []}, "messages", "must not be empty"),
+    ({"messages": ["hi"]}, "messages", 'messages[0] must be object, got "hi"'),
+    ({"messages": [{"content": "hi"}]}, "messages", "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages", "messages[0].content is required"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages", "messages[0].content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages", "messages[0].content[0]: type 'image_url' is not supported",
+    ),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be int >= 1, got 0"),
+    ({"logprobs": 3}, "logprobs", "logprobs must be bool, got 3"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20, got 21"),
+    ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+    ({"tools": [{"type": "function"}]}, "tools", "not supported yet"),
+    ({"tool_choice": "required"}, "tool_choice", "'required' is not supported yet"),
+    ({"functions": [{"name": "f"}]}, "functions", "not supported yet"),
+    ({"modalities": ["text", "audio"]}, "modalities", "audio"),
+    ({"chat_template": "{{ x }}"}, "chat_template", "not supported yet"),
+    (
+        {"add_generation_prompt": True, "continue_final_message": True},
+        "continue_final_message", "exclude each other",
+    ),
+]  # fmt: skip
+ONLY_COMPLETIONS = [
+    ({"prompt": None}, "prompt", "null"),
+    ({"prompt": []}, "prompt", "an empty list"),
+    ({"prompt": [[1], "a"]}, "prompt", "a mixed list"),
+    ({"prompt": [[1], []]}, "prompt", "prompt[1] must not be empty"),
+    ({"prompt": [-1]}, "prompt", "prompt[0] must be"),
+    ({"prompt": [1.5]}, "prompt", "prompt[0]"),
+    ({"prompt": {"a": 1}}, "prompt", "prompt must be str | array"),
+    ({"logprobs": 21}, "logprobs", "between 0 and 20"),
+    ({"logprobs": True}, "logprobs", "true"),
+    ({"suffix": "x"}, "suffix", "not supported yet"),
+    ({"echo": True, "logprobs": 1}, "echo", "not supported yet"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "part"),
+    [(CHAT, *row) for row in BOTH + ONLY_CHAT] + [(COMPLETIONS, *row) for row in BOTH + ONLY_COMPLETIONS],
+)
+async def test_a_bad_value_is_refused_by_name(serve: Any, path: str, fields: dict[str, Any], param: str, part: str) -> None:
+    served = await serve()
+    status, body, _ = await served.post(path, {**(CHAT_BODY if path == CHAT else COMPLETION_BODY), **fields})
+    error = body["error"]
+    assert (status, error["param"], error["type"]) == (400, param, "invalid_request_error")
+    assert part in error["message"]
+    assert served.engine.requests == []
+
+
+@pytest.mark.parametrize(("path", "field"), [(CHAT, "messages"), (COMPLETIONS, "prompt")])
+async def test_a_missing_field_is_named(serve: Any, path: str, field: str) -> None:
+    served = await serve()
+    status, body, _ = await served.post(path, {})
+    assert (status, body["error"]["param"], body["error"]["message"]) == (400, field, f"{field} is required")
+
+
+async def test_an_unknown_model_is_404_and_lists_what_is_served(serve: Any) -> None:
+    served = await serve(served_model_name=("smol",))
+    for path, body in [(CHAT, CHAT_BODY), (COMPLETIONS, COMPLETION_BODY), ("/tokenize", COMPLETION_BODY)]:
+        status, answer, _ = await served.post(path, {**body, "model": "gpt-9"})
+        assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "model")
+        assert "'smol'" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"unknown_field": 1, "user": "u", "metadata": {}, "store": True},
+        {"tools": [], "tool_choice": "auto"},
+        {"tools": [{"type": "function"}], "tool_choice": "none"},
+        {"response_format": {"type": "text"}, "modalities": ["text"], "best_of": 1},
+        dict.fromkeys(("n", "stop", "temperature", "max_tokens", "tools", "logprobs", "stream", "seed")),
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
+        {"messages": [{"role": "assistant", "content": None}, {"role": "user", "content": ""}]},
+    ],
+)
+async def test_what_openai_takes_is_taken(serve: Any, fields: dict[str, Any]) -> None:
+    served = await serve()
+    status, body, _ = await served.post(CHAT, {**CHAT_BODY, **fields})
+    assert status == 200, body

@@ -1,0 +1,149 @@
+"""The slot between the output handler and a request's reader."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cores.sampling_params import RequestOutputKind
+from gateway.errors import EngineGenerateError
+from gateway.output_collector import RequestOutputCollector
+from gateway.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestStats
+
+DELTA, CUMULATIVE = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
+
+
+def make_output(*completions: CompletionOutput, finished: bool = False, rank: int | None = None) -> RequestOutput:
+    return RequestOutput("request", None, [1], list(completions), finished, RequestStats(0.0), rank)
+
+
+def delta(text: str, *ids: int, index: int = 0, **fields: object) -> CompletionOutput:
+    return CompletionOutput(index, text, list(ids), **fields)  # type: ignore[arg-type]
+
+
+def logprob(token_id: int) -> PositionLogprobs:
+    return PositionLogprobs(Logprob(token_id, -1.0, 1, "x", b"x"), ())
+
+
+@pytest.fixture(params=[DELTA, CUMULATIVE], ids=["delta", "cumulative"])
+def collector(request: pytest.FixtureRequest) -> Iterator[RequestOutputCollector]:
+    collector = RequestOutputCollector(request.param)
+    yield collector
+    collector.check_invariants()
+
+
+def test_an_output_is_read_once(collector: RequestOutputCollector) -> None:
+    output = make_output(delta("a", 1))
+    assert collector.is_empty
+    collector.put(output)
+    assert not collector.is_empty
+    assert collector.get_nowait() is output
+    assert collector.get_nowait() is None
+    assert collector.is_empty
+
+
+def test_unread_deltas_are_joined() -> None:
+    collector = RequestOutputCollector(DELTA)
+    collector.put(make_output(delta("a", 1, logprobs=[logprob(1)])))
+    collector.put(make_output(delta("", 2, logprobs=[logprob(2)]), rank=3))
+    collector.put(make_output(delta("b", 3, 4, finish_reason="stop", stop_reason="x"), finished=True))
+    output = collector.get_nowait()
+    assert output == make_output(
+        delta("ab", 1, 2, 3, 4, logprobs=[logprob(1), logprob(2)], finish_reason="stop", stop_reason="x"), finished=True, rank=3
+    )
+
+
+def test_unread_cumulative_outputs_are_replaced() -> None:
+    collector = RequestOutputCollector(CUMULATIVE)
+    collector.put(make_output(delta("a", 1)))
+    collector.put(make_output(delta("ab", 1, 2)))
+    assert collector.get_nowait() == make_output(delta("ab", 1, 2))
+
+
+@pytest.mark.parametrize(("kind", "first"), [(DELTA, delta("ac", 1, 3)), (CUMULATIVE, delta("c", 3))])
+def test_sequences_are_kept_apart_and_in_order(kind: RequestOutputKind, first: CompletionOutput) -> None:
+    collector = RequestOutputCollector(kind)
+    collector.put(make_output(delta("b", 2, index=1, finish_reason="stop")))
+    collector.put(make_output(delta("a", 1)))
+    collector.put(make_output(delta("c", 3)))
+    assert collector.get_nowait() == make_output(first, delta("b", 2, index=1, finish_reason="stop"))
+
+
+def test_an_error_is_raised_after_the_unread_tokens_and_again(collector: RequestOutputCollector) -> None:
+    output = make_output(delta("a", 1))
+    collector.put(output)
+    collector.put_error(EngineGenerateError("broken"))
+    assert collector.get_nowait() is output
+    for _ in range(2):
+        with pytest.raises(EngineGenerateError, match="broken"):
+            collector.get_nowait()
+
+
+def test_the_first_of_two_errors_counts(collector: RequestOutputCollector) -> None:
+    collector.put_error(EngineGenerateError("first"))
+    collector.put_error(EngineGenerateError("second"))
+    with pytest.raises(EngineGenerateError, match="first"):
+        collector.get_nowait()
+
+
+def test_reading_past_the_end_fails_instead_of_waiting_for_ever(collector: RequestOutputCollector) -> None:
+    collector.put(make_output(delta("a", 1, finish_reason="length"), finished=True))
+    collector.get_nowait()
+    with pytest.raises(RuntimeError, match="has ended"):
+        collector.get_nowait()
+
+
+async def test_a_waiting_reader_wakes_for_an_output(collector: RequestOutputCollector) -> None:
+    reader = asyncio.create_task(collector.get())
+    await asyncio.sleep(0)
+    assert not reader.done()
+    collector.put(make_output(delta("a", 1)))
+    assert await reader == make_output(delta("a", 1))
+
+
+async def test_a_waiting_reader_wakes_for_an_error(collector: RequestOutputCollector) -> None:
+    reader = asyncio.create_task(collector.get())
+    await asyncio.sleep(0)
+    collector.put_error(EngineGenerateError("broken"))
+    with pytest.raises(EngineGenerateError, match="broken"):
+        await reader
+
+
+async def test_outputs_put_before_a_woken_reader_runs_are_in_its_one_read() -> None:
+    collector = RequestOutputCollector(DELTA)
+    reader = asyncio.create_task(collector.get())
+    await asyncio.sleep(0)
+    collector.put(make_output(delta("a", 1)))
+    collector.put(make_output(delta("b", 2)))
+    assert (await reader).outputs[0].text == "ab"
+
+
+async def test_a_cancelled_read_loses_nothing(collector: RequestOutputCollector) -> None:
+    reader = asyncio.create_task(collector.get())
+    await asyncio.sleep(0)
+    collector.put(make_output(delta("a", 1)))
+    reader.cancel()  # between the wake-up and the read
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert await collector.get() == make_output(delta("a", 1))
+
+
+@given(st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 2), st.text("ab", max_size=3))), max_size=20))
+def test_whatever_the_reads_deltas_joined_are_the_whole(steps: list[tuple[int, str] | None]) -> None:
+    """None is a read."""
+    collector = RequestOutputCollector(DELTA)
+    sent, read = ["", "", ""], ["", "", ""]
+    for step in [*steps, None]:
+        if step is not None:
+            index, text = step
+            sent[index] += text
+            collector.put(make_output(delta(text, index=index)))
+        elif (output := collector.get_nowait()) is not None:
+            for completion in output.outputs:
+                read[completion.index] += completion.text
+        collector.check_invariants()
+    assert read == sent
