@@ -304,7 +304,8 @@ class AsyncLLM(EngineClient):
     def _handle_death(self, died: EngineDied) -> None:
         handles = self.core_client.on_engine_died(died)
         error = EngineDeadError(f"{died.rank_id} died: {died.cause}", died.rank_id.rank, died.cause)
-        self.output_processor.fail(handles, error)
+        siblings = self.output_processor.fail(handles, error)
+        self.core_client.abort_requests(siblings)  # of n > 1, on ranks that live on
 
     def _on_handler_done(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():

@@ -144,6 +144,10 @@ class OutputProcessor:
             self._end(stream, "abort")
         return handles
 
+    def abort_all(self) -> list[int]:
+        """The same for every request."""
+        return [handle for internal_id in list(self._streams) for handle in self.abort(internal_id)]
+
     def fail(self, handles: Iterable[int], error: Exception) -> list[int]:
         """Ends the requests with these sequences with `error`. The handles of their other sequences, which may run in engines
         that live on and must be told."""
