@@ -54,14 +54,13 @@ class Server:
         ]
         for thread in self._threads:
             thread.start()
-        self.urls: list[str] = []
-        self.ready_lines: list[str] = []
         self._seen: dict[int, psutil.Process] = {}
-        for _ in range(ready_lines):
-            line = self._next_line()
-            self.ready_lines.append(line)
-            self.urls.append(line.removeprefix("gateway ready: ").split()[0])
-        self.urls.sort()
+        try:
+            self.ready_lines = [self._next_line() for _ in range(ready_lines)]
+        except BaseException:
+            self.stop()
+            raise
+        self.urls = sorted(line.removeprefix("gateway ready: ").split()[0] for line in self.ready_lines)
         self.descendants()
 
     @property

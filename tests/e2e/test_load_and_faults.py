@@ -179,4 +179,4 @@ async def test_sigterm_lets_streams_finish_refuses_new_requests_and_exits_0(
         ends = await asyncio.gather(*streams)
     assert refused["status"] == 503
     assert all(end["reason"] == "length" and end["done"] for end in ends)
-    assert await asyncio.to_thread(server.stop) == 0
+    assert await asyncio.to_thread(server.process.wait, 60) == 0
