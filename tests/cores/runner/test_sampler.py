@@ -201,6 +201,21 @@ def test_a_row_is_drawn_alike_whatever_is_beside_it() -> None:
         assert alone.logprobs.get(0) == together.logprobs.get(i)
 
 
+def test_positions_count_from_the_original_prompt() -> None:
+    sampler, logits = Sampler(VOCAB, CPU), torch.zeros(4, VOCAB)
+    first, other_prompt, second, another_seed = sampler.sample(
+        logits,
+        [
+            request([5], temperature=1.0, seed=1),
+            request([6] * 30, temperature=1.0, seed=1),
+            request([5], [9], temperature=1.0, seed=1),
+            request([5], temperature=1.0, seed=2),
+        ],
+    ).token_ids
+    assert first == other_prompt
+    assert len({first, second, another_seed}) == 3
+
+
 # --- errors of one request ----------------------------------------------------------------------------------------------------
 
 
