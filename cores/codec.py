@@ -28,8 +28,8 @@ if sys.byteorder != "little":  # columns are sent as they lie in memory
 
 Message = (
     m.Command | m.EngineReady | m.EngineCoreOutputs | m.Heartbeat | m.LoadReport | m.EngineCoreDead | m.UtilityResult
-    | m.EngineStarting | m.Shutdown | m.GroupState | m.FrontEndHello | m.FrontEndReady | m.FrontEndFailed | m.RankDied
-    | m.RankSuspected | m.MemberReport | m.MemberLeft | m.GroupLoads
+    | m.EngineStarting | m.Shutdown | m.AttachFrontEnd | m.GroupState | m.FrontEndHello | m.FrontEndReady | m.FrontEndFailed
+    | m.RankDied | m.RankSuspected | m.MemberReport | m.MemberLeft | m.GroupLoads
 )  # fmt: skip
 
 
@@ -239,6 +239,7 @@ _KINDS: dict[int, tuple[type, tuple[_Pack, _Unpack]]] = {
     16: (m.EngineStarting, _by_hints(m.EngineStarting)),
     20: (m.Shutdown, _by_hints(m.Shutdown)),
     21: (m.GroupState, _by_hints(m.GroupState)),
+    22: (m.AttachFrontEnd, _by_hints(m.AttachFrontEnd)),
     30: (m.FrontEndHello, _by_hints(m.FrontEndHello)),
     31: (m.FrontEndReady, _by_hints(m.FrontEndReady)),
     32: (m.FrontEndFailed, _by_hints(m.FrontEndFailed)),

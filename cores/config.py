@@ -64,7 +64,10 @@ class EngineConfig:
 
     model: str = opt("", "Hugging Face style directory, or a name that `gateway models` knows")
     engine: Literal["torch", "simulated"] = opt("torch", "what runs inside a core")
-    simulated: SimulatedConfig = field(default_factory=SimulatedConfig)
+    simulated: SimulatedConfig = field(
+        default_factory=SimulatedConfig,
+        metadata={"help": "cost model of the simulated engine: step_ms, prefill_us, seq_us, ctx_ns"},
+    )
     device: Literal["auto", "cpu", "cuda"] = opt("auto", "where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = opt("auto", "of weights and KV cache; auto: the model's own")
     max_model_len: int | None = opt(None, "longest prompt + output, in tokens; default: the model's own", min=1)

@@ -10,6 +10,8 @@ from typing import Any
 
 import psutil
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -40,23 +42,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     check_supported(model_config, max_model_len)
     device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, model_config)
     _check_weights_fit(path, model_config, dtype, device)
-    transformers_logging.disable_progress_bar()  # stderr belongs to logging
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=model_config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            device_map={"": device} if device.type == "cuda" else None,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"model {str(path)!r} cannot be loaded: {error}") from error
-    if not model._supports_attention_backend:
-        raise ConfigError(f"model is not supported: {type(model).__name__} does not let its attention be replaced")
-    model.eval().requires_grad_(False)
+    model = _load_weights(path, model_config, dtype, device)
     return LoadedModel(
         model=model,
         device=device,
@@ -66,6 +52,29 @@ def load_model(config: EngineConfig) -> LoadedModel:
         eos_token_ids=read_eos_token_ids(path, model_config.to_dict()),
         cache_shape=_cache_shape(model_config, config.block_size, dtype),
     )
+
+
+def _load_weights(path: Path, model_config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    transformers_logging.disable_progress_bar()  # stderr belongs to logging
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=model_config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            device_map={"": device} if device.type == "cuda" else None,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        raise ConfigError(f"model {str(path)!r} cannot be loaded: {error}") from error
+    if info["missing_keys"]:  # transformers fills them with random numbers
+        raise ConfigError(f"model {str(path)!r} lacks weights: {', '.join(sorted(info['missing_keys'])[:3])} …")
+    if not model._supports_attention_backend:
+        raise ConfigError(f"model is not supported: {type(model).__name__} does not let its attention be replaced")
+    return model.eval().requires_grad_(False)
 
 
 def _model_dir(name: str) -> Path:
@@ -80,7 +89,7 @@ def _model_dir(name: str) -> Path:
 def _read_config(path: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ConfigError(f"{str(path / 'config.json')!r} cannot be used: {error}") from error
 
 
@@ -166,11 +175,11 @@ def free_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free = int(psutil.virtual_memory().available)
-    limit = _cgroup_free_bytes()
+    limit = cgroup_free_bytes()
     return free if limit is None else min(free, limit)
 
 
-def _cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+def cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """What a container's limit leaves (cgroup v2), or None: the machine's figures do not know of it."""
     try:
         limit, used = (root / "memory.max").read_text().strip(), (root / "memory.current").read_text().strip()

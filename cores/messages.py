@@ -240,6 +240,16 @@ class Shutdown:
     timeout_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class AttachFrontEnd:
+    """Launcher → engine core. The front end of that index is a new process: drop what the old one asked for, connect here and
+    say `EngineReady` as at the start."""
+
+    index: int
+    input_address: str
+    output_address: str
+
+
 # --- launcher → front end ---------------------------------------------------------------------------------------------
 
 
@@ -253,6 +263,7 @@ class RankRecord:
     cause: str | None = None  # of the last death
     restarts: int = 0
     pid: int | None = None
+    restart_pending: bool = False  # "dead", but another life is coming: requests may wait for it
 
 
 @dataclass(frozen=True, slots=True)

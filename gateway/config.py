@@ -40,7 +40,7 @@ class ServerConfig:
 class ParallelConfig:
     """How many ranks there are, where, and which of them this endpoint serves."""
 
-    data_parallel_size: int = opt(1, "engine cores (ranks) in the group", min=1, short="-dp")
+    data_parallel_size: int = opt(1, "engine cores (ranks) in the group", min=1, aliases=("-dp",))
     data_parallel_rank: int | None = opt(None, "this endpoint's rank (external load balancing)", min=0)
     data_parallel_address: str = opt("127.0.0.1", "address of the group's coordinator, started beside rank 0")
     data_parallel_rpc_port: int = opt(29550, "port of the group's coordinator", min=1, max=65535)
@@ -106,7 +106,9 @@ class FaultConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionConfig:
-    max_num_queued_requests: int | None = opt(None, "requests waiting or running above which new ones get 503", min=0)
+    max_num_queued_requests: int | None = opt(
+        None, "requests waiting or running above which new ones get 503", min=0, aliases=("--max-num-queued-reqs",)
+    )
     max_num_queued_tokens: int | None = opt(None, "prompt tokens not yet computed above which new requests get 503", min=0)
 
     def __post_init__(self) -> None:
@@ -122,3 +124,7 @@ class GatewayConfig:
     fault: FaultConfig = field(default_factory=FaultConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     output_chunk_size: int = opt(128, "outputs handled before the loop gets a turn; also GATEWAY_OUTPUT_PROC_CHUNK_SIZE", min=1)
+    log_level: Literal["debug", "info", "warning", "error"] = opt("info", "of the log on stderr")
+
+    def __post_init__(self) -> None:
+        check_fields(self)

@@ -135,6 +135,8 @@ def _layer_index(module: torch.nn.Module) -> int:
 
 def _refuse_unsupported(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
     """The runner's trial step at load comes through here too, so a model that needs more is refused before it serves."""
+    if not getattr(module, "is_causal", True):
+        raise ConfigError(f"model is not supported: {type(module).__name__} is not causal")
     for name, what in UNSUPPORTED_ARGUMENTS.items():
         if kwargs.get(name) is not None:
             raise ConfigError(f"model is not supported: {type(module).__name__} needs {what}")

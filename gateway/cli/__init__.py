@@ -1,1 +1,69 @@
-"""The subcommands of `gateway`: thin shells that parse, call one function and print."""
+"""The subcommands of `gateway`: thin shells that parse, call one function and print.
+
+A subcommand is a module here with `add_parser(subparsers)` and `run(args) -> int`, and a line in `COMMANDS`. Only the one that
+is asked for is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from gateway.cli.settings import did_you_mean
+
+EXIT_USAGE = 2
+
+COMMANDS = {
+    "serve": "serve a model: an OpenAI-compatible endpoint over one or more engine cores",
+    "status": "show how a running endpoint and its ranks are",
+    "bench": "put load on an endpoint and measure it",
+    "models": "the models that have a name: list, pull, path",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says one line on bad usage, and takes no abbreviated flags: a later flag could change what they mean."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {' '.join(message.split())}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = Parser(prog="gateway", description="A data-parallel gateway for language models.")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    subparsers = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
+    command = words[0] if words else ""
+    if command in COMMANDS:
+        importlib.import_module(f"gateway.cli.{command}").add_parser(subparsers)
+    else:
+        for name, text in COMMANDS.items():
+            subparsers.add_parser(name, help=text)
+    if command and not command.startswith("-") and command not in COMMANDS:
+        parser.error(f"unknown command {command!r}{did_you_mean(command, COMMANDS)}")
+    args, unknown = parser.parse_known_args(words)
+    if args.version:
+        from gateway.version import __version__
+
+        print(__version__)
+        return 0
+    chosen = subparsers.choices.get(command, parser)
+    if unknown:
+        chosen.error(_describe_unknown(unknown[0], chosen))
+    if "run" not in args:
+        parser.error(f"a command is missing: one of {', '.join(COMMANDS)}")
+    return int(args.run(args))
+
+
+def _describe_unknown(word: str, parser: argparse.ArgumentParser) -> str:
+    if not word.startswith("-"):
+        return f"unexpected argument {word!r}"
+    flag = word.partition("=")[0]
+    return f"unknown flag {flag}{did_you_mean(flag, parser._option_string_actions)}"

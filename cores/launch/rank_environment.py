@@ -1,0 +1,58 @@
+"""Which cores and which GPU a rank may use, as environment variables. Pure: the machine is an argument."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cores.launch.interface import LaunchError
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What there is to share out."""
+
+    num_cores: int
+    num_gpus: int
+
+    @classmethod
+    def here(cls) -> Machine:
+        # Counted by device files: asking CUDA would import torch and hold GPU memory in the launcher.
+        gpus = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
+        return cls(len(os.sched_getaffinity(0)), len(gpus))
+
+
+def threads_per_rank(machine: Machine, num_local_ranks: int, environment: Mapping[str, str]) -> int:
+    """Compute threads of one rank. Whoever sets OMP_NUM_THREADS knows better."""
+    chosen = environment.get("OMP_NUM_THREADS", "")
+    if chosen.isdecimal() and int(chosen) > 0:
+        return int(chosen)
+    return max(1, machine.num_cores // num_local_ranks)
+
+
+def thread_variables(machine: Machine, num_local_ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
+    threads = threads_per_rank(machine, num_local_ranks, environment)
+    variables = {"OMP_NUM_THREADS": str(threads)}
+    if num_local_ranks > 1 or threads * num_local_ranks > machine.num_cores:
+        # OpenMP threads spin while they wait. Two engines of two threads on two cores took 6-8 s for a step of 55 ms,
+        # each spinning while the other held the core that its partner needed.
+        variables["OMP_WAIT_POLICY"] = environment.get("OMP_WAIT_POLICY", "passive")
+    return variables
+
+
+def gpu_variables(
+    machine: Machine, device: str, local_rank: int, num_local_ranks: int, environment: Mapping[str, str]
+) -> dict[str, str]:
+    """One GPU for each local rank, or none for anybody. Raises `LaunchError` when there are some, but not enough."""
+    if device == "cpu":
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    gpus = [str(i) for i in range(machine.num_gpus)] if visible is None else [gpu for gpu in visible.split(",") if gpu.strip()]
+    if device == "auto" and not gpus:
+        return {}
+    if local_rank >= len(gpus):
+        shown = ", ".join(gpus) or "none"
+        raise LaunchError(f"{num_local_ranks} ranks on this machine need a GPU each, visible: {shown}; or use --device cpu")
+    return {"CUDA_VISIBLE_DEVICES": gpus[local_rank].strip()}

@@ -1,0 +1,114 @@
+"""A prompt and its parameters as the caller gave them, to what engines can be sent. Says no in words that name the field."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cores.sampling_params import InvalidParameterError, SamplingParams
+from gateway.engine_client import ModelConfig
+from gateway.errors import InvalidRequestError
+from gateway.renderer import Renderer
+
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's code: clients shorten their history on it
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedInput:
+    prompt_token_ids: list[int]
+    prompt_text: str | None  # None: it came as token ids
+    sampling_params: SamplingParams  # `seed` and `max_tokens` are set
+
+
+class InputProcessor:
+    """For one model. `rng` draws the seeds of requests that have none."""
+
+    def __init__(self, model_config: ModelConfig, renderer: Renderer, rng: random.Random) -> None:
+        self._model = model_config
+        self._renderer = renderer
+        self._rng = rng
+
+    async def process(self, prompt: str | Sequence[int], params: SamplingParams) -> ProcessedInput:
+        """Raises `InvalidRequestError`. Leaves `prompt` and `params` as they are."""
+        self._check_params(params)  # first: it costs nothing, and tokenizing may
+        if isinstance(prompt, str):
+            self.check_text(prompt)
+            token_ids = await self._renderer.encode_async(prompt, add_special_tokens=True)
+            self._check_length(len(token_ids))
+            text = prompt
+        else:
+            self._check_length(len(prompt))
+            token_ids, text = list(prompt), None
+            self._check_token_ids("prompt", token_ids)
+        return ProcessedInput(token_ids, text, self._complete(params, len(token_ids)))
+
+    # --- the prompt ---------------------------------------------------------------------------------------------------
+
+    def check_text(self, text: str) -> None:
+        """Refuses what cannot fit before time is spent on tokenizing it. Also for those who tokenize themselves."""
+        max_chars = self._renderer.tokenizer.max_chars(self._model.max_model_len)
+        if max_chars is not None and len(text) > max_chars:
+            raise InvalidRequestError(
+                f"the prompt has {len(text)} characters, of which at most {max_chars} can fit into the model's context length"
+                f" of {self._model.max_model_len} tokens",
+                "prompt",
+                code=CONTEXT_LENGTH_EXCEEDED,
+            )
+
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens == 0:
+            raise InvalidRequestError("the prompt must not be empty", "prompt")
+        if num_tokens >= self._model.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {num_tokens} tokens, but the model's context length is {self._model.max_model_len} tokens,"
+                " at least one of which is for the output",
+                "prompt",
+                code=CONTEXT_LENGTH_EXCEEDED,
+            )
+
+    def _check_token_ids(self, param: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if type(token_id) is not int or not 0 <= token_id < self._model.vocab_size:
+                raise InvalidRequestError(
+                    f"{param}: token ids must be integers from 0 to {self._model.vocab_size - 1}, got {token_id!r}", param
+                )
+
+    # --- the parameters -----------------------------------------------------------------------------------------------
+
+    def _check_params(self, params: SamplingParams) -> None:
+        try:
+            params.verify()
+        except InvalidParameterError as error:
+            raise InvalidRequestError(str(error), error.param) from error
+        self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        self._check_token_ids("logit_bias", params.logit_bias or ())
+        if params.allowed_token_ids is not None:
+            if not params.allowed_token_ids:
+                raise InvalidRequestError("allowed_token_ids must not be empty", "allowed_token_ids")
+            self._check_token_ids("allowed_token_ids", params.allowed_token_ids)
+        if params.prompt_logprobs is not None:
+            raise InvalidRequestError("prompt_logprobs is not supported by this server's engines", "prompt_logprobs")
+        if params.bad_words:
+            raise InvalidRequestError("bad_words is not supported by this server's engines", "bad_words")
+
+    def _complete(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        limit = self._model.max_model_len
+        room = limit - num_prompt_tokens
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise InvalidRequestError(
+                f"the model's context length is {limit} tokens, but {num_prompt_tokens + params.max_tokens} were asked for:"
+                f" {num_prompt_tokens} in the prompt and {params.max_tokens} in the output (max_tokens)",
+                "max_tokens",
+                code=CONTEXT_LENGTH_EXCEEDED,
+            )
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        if params.min_tokens > max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens must be at most {max_tokens}, what the context length leaves for the output,"
+                f" got {params.min_tokens}",
+                "min_tokens",
+            )
+        seed = self._rng.getrandbits(63) if params.seed is None else params.seed
+        return dataclasses.replace(params, max_tokens=max_tokens, seed=seed)

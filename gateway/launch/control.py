@@ -1,0 +1,84 @@
+"""The launcher's one socket: engine cores and front ends report on it and take orders from it. Knows no state of theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import zmq
+
+from cores.codec import MAX_FRAME_BYTES, Message, decode, encode
+from cores.messages import RankId
+
+logger = logging.getLogger(__name__)
+
+LINGER_MS = 200  # an order to end is worth a moment
+
+OnMessage = Callable[[bytes, Message], None]
+
+
+def front_end_identity(index: int) -> bytes:
+    return b"front-end-%d" % index
+
+
+def engine_identity(rank_id: RankId) -> bytes:
+    return b"rank-%d-%d" % rank_id
+
+
+class ControlSocket:
+    """A ROUTER whose peers name themselves. Lives on the running loop, from `start` to `close`."""
+
+    def __init__(self, address: str, on_message: OnMessage) -> None:
+        self.address = address
+        self.num_malformed = 0
+        self._on_message = on_message
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # A restarted front end has the name of the dead one; what is for it shall not go to the dead one's connection.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.bind(self.address)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket.FD, self._drain)
+
+    def _drain(self) -> None:
+        while not self._socket.closed:
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                (frame,) = frames
+                message = decode(frame)
+            except ValueError as error:  # not one frame, or not one of ours
+                self.num_malformed += 1
+                logger.error("control socket: dropped a malformed message of %r: %s", identity, error)
+                continue
+            self._on_message(identity, message)
+
+    def send(self, identity: bytes, message: Message) -> bool:
+        """Never waits. False when that peer is not there."""
+        assert self._loop is not None
+        # The descriptor signals edges, and a send may swallow the one that announced a message.
+        self._loop.call_soon(self._drain)
+        try:
+            self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            return False
+        return True
+
+    def close(self) -> None:
+        if self._loop is not None and not self._socket.closed:
+            self._loop.remove_reader(self._socket.FD)
+        self._socket.close()
+        self._context.term()  # at most LINGER_MS

@@ -1,0 +1,166 @@
+"""Keeps the front end running: starts it, learns its addresses, restarts it when it crashes. Its death kills no rank."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from cores.config import FrontEndAddress, to_plain
+from cores.launch.child_process import ChildProcess
+from cores.messages import FrontEndFailed, FrontEndHello, FrontEndReady
+from gateway.config import GatewayConfig
+
+logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 60.0  # imports and a large tokenizer on a busy machine
+MAX_RESTARTS = 5
+BACKOFF_S = 0.5
+
+OnHello = Callable[[FrontEndAddress], None]
+
+
+class FrontEnd(Protocol):
+    """The one front end of a launcher: a child of it, or its parent."""
+
+    ready: asyncio.Event
+    mode: str  # the class of its core client, once it is ready
+
+    def start(self) -> None: ...
+
+    def on_message(self, message: FrontEndHello | FrontEndReady | FrontEndFailed) -> None: ...
+
+    async def stop(self, timeout_s: float) -> None:
+        """Waits for the end that it was asked for, then kills."""
+        ...
+
+
+class ParentFrontEnd:
+    """An `AsyncLLM` in a user's script, which has started this launcher: nobody here starts or ends it."""
+
+    def __init__(self, on_hello: OnHello) -> None:
+        self.ready = asyncio.Event()
+        self.mode = ""
+        self._on_hello = on_hello
+
+    def start(self) -> None:
+        self.ready.set()
+
+    def on_message(self, message: FrontEndHello | FrontEndReady | FrontEndFailed) -> None:
+        if isinstance(message, FrontEndHello):
+            self._on_hello(_address(message))
+
+    async def stop(self, timeout_s: float) -> None:
+        pass
+
+
+class ChildFrontEnd:
+    """`on_hello` is called in each of its lives, `fail` when there will be no other."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        listener: socket.socket,
+        run_directory: Path,
+        control_address: str,
+        url: str,
+        on_hello: OnHello,
+        fail: Callable[[str], None],
+    ) -> None:
+        self.index = 0
+        self.ready = asyncio.Event()
+        self.mode = ""
+        self._config = config
+        self._listener = listener
+        self._run_directory = run_directory
+        self._control_address = control_address
+        self._url = url
+        self._on_hello = on_hello
+        self._fail = fail
+        self._hello = asyncio.Event()
+        self._child: ChildProcess | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="front end")
+        self._task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(f"front end: {type(error).__name__}: {error}")
+
+    def on_message(self, message: FrontEndHello | FrontEndReady | FrontEndFailed) -> None:
+        match message:
+            case FrontEndHello(pid=pid):
+                if self._child is not None and pid == self._child.pid:
+                    self._hello.set()
+                    self._on_hello(_address(message))
+            case FrontEndReady(mode=mode):
+                logger.info("front end %d serves as %s", self.index, mode)
+                self.mode = mode
+                self.ready.set()
+            case FrontEndFailed(cause=cause):
+                self._stopping = True
+                self._fail(cause)
+
+    async def _run(self) -> None:
+        for life in range(1, MAX_RESTARTS + 2):
+            cause = await self._live(life)
+            if self._stopping:
+                return
+            if not self.ready.is_set():
+                self._fail(f"the front end did not start: {cause}")
+                return
+            logger.error("the front end died, the ranks go on: %s", cause)
+            await asyncio.sleep(BACKOFF_S * life)
+        self._fail(f"the front end died {MAX_RESTARTS + 1} times, the last time: {cause}")
+
+    async def _live(self, life: int) -> str:
+        """One life. Returns the cause of its end."""
+        self._hello.clear()
+        # A directory for each life: what an engine still sends to the dead one's sockets must not reach its successor.
+        directory = self._run_directory / f"fe{self.index}-{life}"
+        directory.mkdir(mode=0o700)
+        child = self._child = await ChildProcess.start(
+            f"front end {self.index}",
+            "gateway.front_end",
+            {
+                "config": to_plain(self._config),
+                "index": self.index,
+                "control_address": self._control_address,
+                "run_directory": str(directory),
+                "listener_fd": self._listener.fileno(),
+                "url": self._url,
+                "log_level": self._config.log_level,
+            },
+            pass_fds=(self._listener.fileno(),),
+        )
+        if not await self._says_hello(child):
+            await child.kill()
+            return child.describe_exit() or f"it did not open its sockets within {HELLO_TIMEOUT_S:g} s"
+        await child.wait()
+        return child.describe_exit() or "it ended without being asked to"
+
+    async def _says_hello(self, child: ChildProcess) -> bool:
+        waits = {asyncio.create_task(self._hello.wait()), asyncio.create_task(child.wait())}
+        try:
+            await asyncio.wait(waits, timeout=HELLO_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return self._hello.is_set()
+
+    async def stop(self, timeout_s: float) -> None:
+        self._stopping = True
+        if self._child is not None and not await self._child.end(timeout_s):
+            logger.warning("the front end did not end in time and was killed")
+        if self._task is not None:
+            self._task.cancel()
+
+
+def _address(hello: FrontEndHello) -> FrontEndAddress:
+    return FrontEndAddress(index=hello.index, input_address=hello.input_address, output_address=hello.output_address)

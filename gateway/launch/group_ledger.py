@@ -1,0 +1,167 @@
+"""What the launcher knows of its ranks, and what follows from a death. Knows no process, socket or clock.
+
+Rules
+-----
+* A life of a rank is a `RankId`. Whatever is said about a life that is over is ignored: the first proof of a death counts.
+* A rank that dies before the whole group has been up once fails the start: a second try would hide a wrong setting.
+* After that it gets a new life, later each time, and at most `max_restarts` times within ten minutes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from cores.messages import GroupState, RankId, RankRecord
+
+RESTART_WINDOW_S = 600.0
+FIRST_BACKOFF_S = 1.0
+
+_TRANSITIONS = {
+    ("new", "begin"): "starting",
+    ("dead", "begin"): "restarting",
+    ("starting", "ready"): "ready",
+    ("restarting", "ready"): "ready",
+    ("starting", "died"): "dead",
+    ("restarting", "died"): "dead",
+    ("ready", "died"): "dead",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """It gets another life after `delay_s`."""
+
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailed:
+    """The group never came up: end everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """It stays dead. `is_last`: so are all the others."""
+
+    is_last: bool
+
+
+Verdict = Restart | StartFailed | GivenUp
+
+
+@dataclass(slots=True)
+class _Rank:
+    epoch: int = 0
+    state: str = "new"
+    cause: str | None = None
+    pid: int | None = None
+    restart_pending: bool = False
+    restarts: int = 0
+    recent_restarts_s: deque[float] = field(default_factory=deque)
+
+
+class GroupLedger:
+    """The group's state machine. Times are monotonic seconds."""
+
+    def __init__(self, ranks: Iterable[int], max_restarts: int) -> None:
+        self._ranks = {rank: _Rank() for rank in ranks}
+        self._max_restarts = max_restarts
+        self._was_up = False
+        self._seq = 0
+        self.failed: str | None = None  # the start failed, or no rank is left
+
+    @property
+    def was_up(self) -> bool:
+        """Every rank has been ready, if not all at this moment."""
+        return self._was_up
+
+    def snapshot(self) -> GroupState:
+        records = tuple(
+            RankRecord(
+                rank, r.epoch, "starting" if r.state == "new" else r.state, r.cause, r.restarts, r.pid, r.restart_pending
+            )
+            for rank, r in self._ranks.items()
+        )
+        return GroupState(self._seq, records, self.failed)
+
+    def begin(self, rank: int) -> RankId:
+        """A new life starts."""
+        r = self._ranks[rank]
+        self._move(rank, "begin")
+        r.epoch += 1
+        r.pid = None
+        r.restart_pending = False
+        return RankId(rank, r.epoch)
+
+    def on_process(self, rank_id: RankId, pid: int | None) -> None:
+        if self._is_current(rank_id):
+            self._ranks[rank_id.rank].pid = pid
+            self._seq += 1
+
+    def on_ready(self, rank_id: RankId) -> bool:
+        """True when it was news."""
+        if not self._is_current(rank_id) or self._ranks[rank_id.rank].state == "ready":
+            return False
+        self._move(rank_id.rank, "ready")
+        self._was_up = self._was_up or all(r.state == "ready" for r in self._ranks.values())
+        return True
+
+    def on_death(self, rank_id: RankId, cause: str, now: float) -> Verdict | None:
+        """What follows; None when that life was over already."""
+        if not self._is_current(rank_id):
+            return None
+        self._move(rank_id.rank, "died")
+        self._ranks[rank_id.rank].cause = cause
+        if not self._was_up:
+            self.failed = cause
+            return StartFailed()
+        return self._restart_or_give_up(rank_id.rank, now)
+
+    def retire(self) -> None:
+        """The group is being shut down: no rank gets another life."""
+        self._max_restarts = 0
+        for r in self._ranks.values():
+            r.restart_pending = False
+            r.recent_restarts_s.clear()
+        if self._is_nobody_left():
+            self.failed = self.failed or "all ranks were dead when the group was shut down"
+        self._seq += 1
+
+    def _restart_or_give_up(self, rank: int, now: float) -> Verdict:
+        r = self._ranks[rank]
+        while r.recent_restarts_s and r.recent_restarts_s[0] <= now - RESTART_WINDOW_S:
+            r.recent_restarts_s.popleft()
+        num_recent = len(r.recent_restarts_s)
+        if num_recent < self._max_restarts:
+            r.recent_restarts_s.append(now)
+            r.restarts += 1
+            r.restart_pending = True
+            return Restart(FIRST_BACKOFF_S * 2**num_recent)
+        is_last = self._is_nobody_left()
+        if is_last:
+            self.failed = r.cause
+        return GivenUp(is_last)
+
+    def _is_nobody_left(self) -> bool:
+        return all(r.state == "dead" and not r.restart_pending for r in self._ranks.values())
+
+    def _is_current(self, rank_id: RankId) -> bool:
+        r = self._ranks.get(rank_id.rank)
+        return r is not None and r.epoch == rank_id.epoch and r.state not in ("new", "dead")
+
+    def _move(self, rank: int, event: str) -> None:
+        r = self._ranks[rank]
+        key = (r.state, event)
+        assert key in _TRANSITIONS, f"rank {rank} in epoch {r.epoch}: {event!r} while {r.state!r}"
+        r.state = _TRANSITIONS[key]
+        self._seq += 1
+
+    def check_invariants(self) -> None:
+        for rank, r in self._ranks.items():
+            assert r.epoch >= r.restarts, f"rank {rank}: more restarts than lives"
+            assert len(r.recent_restarts_s) <= self._max_restarts, f"rank {rank} was restarted too often"
+            assert r.state == "dead" or not r.restart_pending, f"rank {rank} is alive and awaits a restart"
+            assert (r.state == "new") == (r.epoch == 0), f"rank {rank}: state {r.state} in epoch {r.epoch}"
+        assert not self._is_nobody_left() or self.failed is not None, "no rank is left and nobody says why"

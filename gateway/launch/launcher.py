@@ -1,0 +1,228 @@
+"""The process that owns the ranks: starts everything in order, tells the front end how the group is, ends everything in order.
+
+Rules
+-----
+* Start: control socket, coordinator, front end and whatever the rank launcher needs; then all ranks at once, as soon as the
+  front end has said where it listens; then the front end's ready message.
+* The end is the start reversed. The front end drains while its ranks still live; then the ranks end, then what they ran on.
+* Every wait has a bound. What is beyond help is said once, through `failure`; the first cause counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cores.codec import Message
+from cores.config import FrontEndAddress
+from cores.launch.interface import LaunchError, RankLauncher
+from cores.launch.rank_environment import Machine, threads_per_rank
+from cores.messages import (
+    AttachFrontEnd,
+    EngineCoreDead,
+    EngineReady,
+    EngineStarting,
+    FrontEndFailed,
+    FrontEndHello,
+    FrontEndReady,
+    GroupState,
+    RankDied,
+    RankSuspected,
+    Shutdown,
+)  # fmt: skip
+from gateway.config import GatewayConfig
+from gateway.launch.control import ControlSocket, engine_identity, front_end_identity
+from gateway.launch.coordinator_process import make_coordinator
+from gateway.launch.front_end_process import HELLO_TIMEOUT_S, ChildFrontEnd, FrontEnd, ParentFrontEnd
+from gateway.launch.group_ledger import GroupLedger
+from gateway.launch.rank_supervisor import RankPlan, RankSupervisor
+from gateway.launch.ranks import num_ranks_on_node
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+OPEN_TIMEOUT_S = 120.0  # the rank launcher's own bounds strike first
+FRONT_END_READY_TIMEOUT_S = 60.0
+# With no rank left the front end answers 503 with the cause for a moment, then ends by itself; this is for one that does not.
+WATCHDOG_S = 5.0
+DRAIN_MARGIN_S = 5.0  # from a front end's last answer to its exit
+RANK_END_TIMEOUT_S = 5.0  # nothing is in flight any more
+FAILED_END_TIMEOUT_S = 2.0  # per stage, when everything has failed: 10 s for all of it, watchdog included
+
+
+class StartError(RuntimeError):
+    """The group did not start. One line, then the engine's traceback if there is one."""
+
+
+class Launcher:
+    """One endpoint: its ranks, its front end and, beside rank 0 of several endpoints, the coordinator.
+
+    With a `listener` the front end is a child that serves HTTP on it; without, it is the process that started this one.
+    """
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        rank_launcher: RankLauncher,
+        run_directory: Path,
+        listener: socket.socket | None = None,
+        url: str = "",
+    ) -> None:
+        self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._config = config
+        self._rank_launcher = rank_launcher
+        self._control = ControlSocket(f"ipc://{run_directory / 'control'}", self._on_message)
+        ledger = GroupLedger(config.parallel.ranks, config.fault.engine_restarts)
+        self._ranks = RankSupervisor(ledger, rank_launcher, self._tell_front_end, self._on_no_rank_left)
+        self._front_end: FrontEnd = (
+            ParentFrontEnd(self._on_hello)
+            if listener is None
+            else ChildFrontEnd(
+                config, listener, run_directory, self._control.address, url, self._on_hello, self._on_front_end_failed
+            )
+        )
+        self._is_embedded = listener is None
+        self._last_death: str | None = None  # of the last rank, when no rank is left
+        self._coordinator = make_coordinator(config.parallel)
+        self._first_hello: asyncio.Future[FrontEndAddress] = asyncio.get_running_loop().create_future()
+
+    @property
+    def control_address(self) -> str:
+        return self._control.address
+
+    @property
+    def mode(self) -> str:
+        """The class of the front end's core client, once it is ready."""
+        return self._front_end.mode
+
+    # --- start ---
+
+    def open(self) -> None:
+        """Binds the control socket."""
+        self._control.start()
+
+    async def start(self) -> None:
+        """Returns when requests are served. Raises `StartError`; `stop` is due in every case."""
+        try:
+            await self._start()
+        except (StartError, LaunchError) as error:
+            self._fail(str(error))
+            self._ranks.give_up(str(error))  # the front end learns the cause, too
+            raise StartError(str(error)) from error
+
+    async def _start(self) -> None:
+        self._coordinator.start()
+        self._front_end.start()
+        address, _ = await asyncio.gather(
+            self._or_failure(self._first_hello, HELLO_TIMEOUT_S + 5, "the front end's first message"),
+            self._or_failure(self._rank_launcher.open(), OPEN_TIMEOUT_S, "what ranks run on"),
+        )
+        ranks = self._config.parallel.ranks
+        logger.info("starting %s", f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}")
+        self._ranks.start(self._plan(address), ranks)
+        # The ranks' own bounds strike first, with the cause.
+        ready_timeout_s = self._config.fault.engine_ready_timeout + FRONT_END_READY_TIMEOUT_S
+        await self._or_failure(self._ranks.up.wait(), ready_timeout_s, "the ranks")
+        await self._or_failure(self._front_end.ready.wait(), FRONT_END_READY_TIMEOUT_S, "the front end")
+
+    def _plan(self, address: FrontEndAddress) -> RankPlan:
+        parallel = self._config.parallel
+        num_local = num_ranks_on_node(parallel)
+        return RankPlan(
+            engine=self._config.engine,
+            control_address=self._control.address,
+            front_ends=(address,),
+            num_threads=threads_per_rank(Machine.here(), num_local, os.environ),
+            first_rank=0 if num_local == parallel.data_parallel_size else parallel.ranks[0],
+            ready_timeout_s=self._config.fault.engine_ready_timeout,
+        )
+
+    async def _or_failure(self, awaited: Awaitable[T], timeout_s: float, what: str) -> T:
+        task = asyncio.ensure_future(awaited)
+        first: set[asyncio.Future[Any]] = {task, self.failure}
+        try:
+            await asyncio.wait(first, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if self.failure.done():
+                raise StartError(self.failure.result())
+            if not task.done():
+                raise StartError(f"gave up waiting for {what} after {timeout_s:g} s")
+            return task.result()
+        finally:
+            task.cancel()
+
+    # --- what others say ---
+
+    def _on_message(self, identity: bytes, message: Message) -> None:
+        match message:
+            case EngineStarting() | EngineReady() | EngineCoreDead() | RankDied() | RankSuspected():
+                self._ranks.on_message(message)
+            case FrontEndHello() | FrontEndReady() | FrontEndFailed():
+                self._front_end.on_message(message)
+            case _:
+                logger.warning("control socket: %r sent %s, which is not for a launcher", identity, type(message).__name__)
+
+    def _on_hello(self, address: FrontEndAddress) -> None:
+        if not self._first_hello.done():
+            self._first_hello.set_result(address)
+        else:
+            attached = self._ranks.attach_front_end(address)
+            order = AttachFrontEnd(address.index, address.input_address, address.output_address)
+            for rank_id in attached:
+                self._control.send(engine_identity(rank_id), order)
+        self._tell_front_end(self._ranks.snapshot())
+
+    def _tell_front_end(self, state: GroupState) -> None:
+        self._control.send(front_end_identity(0), state)  # one that is not there asks with its hello
+
+    def _on_no_rank_left(self, cause: str) -> None:
+        self._last_death = cause
+        if not self._ranks.up.is_set():
+            self._fail(cause)
+        elif self._is_embedded:
+            logger.error("no rank is left")  # the program around us sees `errored` and decides
+        elif self._config.fault.keep_alive_on_engine_death:
+            logger.error("no rank is left; the server stays up, as it was told to")
+        else:
+            logger.error("no rank is left: ending")
+            asyncio.get_running_loop().call_later(WATCHDOG_S, self._fail, cause)
+
+    def _on_front_end_failed(self, cause: str) -> None:
+        # A front end that gives up because no rank is left knows the headline only; we have the traceback.
+        self._fail(self._last_death or cause)
+
+    def _fail(self, cause: str) -> None:
+        if not self.failure.done():
+            self.failure.set_result(cause)
+
+    # --- the end ---
+
+    async def stop(self, drain_timeout_s: float) -> None:
+        """Front end, ranks, what they ran on, sockets. Bounded; each stage says so in the log."""
+        failed = self.failure.done()
+        self._ranks.retire()
+        logger.info("stopping the front end, at most %g s", drain_timeout_s)
+        self._control.send(front_end_identity(0), Shutdown(drain_timeout_s))
+        await self._front_end.stop(drain_timeout_s + (FAILED_END_TIMEOUT_S if failed else DRAIN_MARGIN_S))
+        logger.info("stopping the ranks")
+        for rank_id in self._ranks.living:
+            self._control.send(engine_identity(rank_id), Shutdown(0.0))
+        await self._ranks.stop(FAILED_END_TIMEOUT_S if failed else RANK_END_TIMEOUT_S)
+        await self._rank_launcher.close()
+        await self._coordinator.stop()
+        self._control.close()
+        logger.info("stopped")
+
+    async def kill(self) -> None:
+        """The same without asking anybody."""
+        self._ranks.retire()
+        await self._front_end.stop(0.0)
+        await self._ranks.stop(0.0)
+        await self._rank_launcher.close()
+        await self._coordinator.stop()
+        self._control.close()

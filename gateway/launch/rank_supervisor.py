@@ -1,0 +1,236 @@
+"""Runs the ranks: starts each, waits for its ready message, sees its death, gives it its next life. `GroupLedger` decides;
+this is the shell of tasks, processes and clocks around it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from cores.config import EngineConfig, EngineLaunch, FrontEndAddress
+from cores.launch.interface import LaunchError, RankHandle, RankLauncher
+from cores.messages import EngineCoreDead, EngineReady, EngineStarting, GroupState, RankDied, RankId, RankSuspected
+from gateway.launch.group_ledger import GivenUp, GroupLedger, Restart, StartFailed, Verdict
+
+logger = logging.getLogger(__name__)
+
+# A process that ends by itself says why on the control socket first. Its end can be seen before its words are read.
+LAST_WORDS_S = 0.2
+# What a core that has announced its death may take to flush its outputs and go.
+ENDING_S = 5.0
+UNASKED_END = "it ended without being asked to"
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What every life of every rank has in common."""
+
+    engine: EngineConfig
+    control_address: str
+    front_ends: tuple[FrontEndAddress, ...]
+    num_threads: int
+    first_rank: int
+    ready_timeout_s: float
+
+    def launch(self, rank_id: RankId) -> EngineLaunch:
+        return EngineLaunch(
+            rank=rank_id.rank,
+            epoch=rank_id.epoch,
+            local_rank=rank_id.rank - self.first_rank,
+            config=self.engine,
+            control_address=self.control_address,
+            front_ends=self.front_ends,
+            num_threads=self.num_threads,
+        )
+
+
+@dataclass(slots=True)
+class _Life:
+    """What is known of a rank's present life. `death` is set by the first proof, with the cause."""
+
+    rank_id: RankId
+    handle: RankHandle | None = None
+    watcher: asyncio.Task[None] | None = None
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    death: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def prove_death(self, cause: str) -> None:
+        if not self.death.done():
+            self.death.set_result(cause)
+
+
+class RankSupervisor:
+    """`on_change` gets the whole state after every change; `on_no_rank_left` the last cause, when no rank will come back."""
+
+    def __init__(
+        self,
+        ledger: GroupLedger,
+        launcher: RankLauncher,
+        on_change: Callable[[GroupState], None],
+        on_no_rank_left: Callable[[str], None],
+    ) -> None:
+        self._ledger = ledger
+        self._launcher = launcher
+        self._on_change = on_change
+        self._on_no_rank_left = on_no_rank_left
+        self._plan: RankPlan | None = None
+        self._lives: dict[int, _Life] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._retired = False
+        self.up = asyncio.Event()  # every rank has been ready once
+
+    @property
+    def handles(self) -> list[RankHandle]:
+        return [life.handle for life in self._lives.values() if life.handle is not None]
+
+    @property
+    def living(self) -> list[RankId]:
+        return [life.rank_id for life in self._lives.values() if not life.death.done()]
+
+    def start(self, plan: RankPlan, ranks: tuple[int, ...]) -> None:
+        """All ranks at once."""
+        self._plan = plan
+        self._tasks = [asyncio.create_task(self._run_rank(rank), name=f"rank {rank}") for rank in ranks]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_no_rank_left(f"{task.get_name()}: {type(error).__name__}: {error}")
+
+    def attach_front_end(self, address: FrontEndAddress) -> list[RankId]:
+        """A front end has a new life. Ranks that start from now on know it; returns those that must be told."""
+        assert self._plan is not None
+        others = tuple(other for other in self._plan.front_ends if other.index != address.index)
+        self._plan = dataclasses.replace(self._plan, front_ends=(*others, address))
+        return self.living
+
+    def snapshot(self) -> GroupState:
+        return self._ledger.snapshot()
+
+    # --- what others say ---
+
+    def on_message(self, message: EngineStarting | EngineReady | EngineCoreDead | RankDied | RankSuspected) -> None:
+        life = self._lives.get(message.rank_id.rank)
+        if life is None or life.rank_id != message.rank_id:
+            return  # of a life that is over
+        match message:
+            case EngineStarting(text=text):
+                logger.info("%s: %s", message.rank_id, text)
+            case EngineReady(device=device):
+                logger.info("%s is ready on %s", message.rank_id, device)
+                life.ready.set()
+            case EngineCoreDead(cause=cause):
+                life.prove_death(cause or UNASKED_END)
+            case RankDied(cause=cause):
+                life.prove_death(cause)
+            case RankSuspected(silent_s=silent_s):
+                logger.warning("%s has been silent for %.1f s", message.rank_id, silent_s)
+
+    # --- one rank ---
+
+    async def _run_rank(self, rank: int) -> None:
+        while not self._retired:
+            rank_id = self._ledger.begin(rank)
+            life = self._lives[rank] = _Life(rank_id)
+            self._publish()
+            cause = await self._live(life)
+            verdict = self._ledger.on_death(rank_id, cause, time.monotonic())
+            self._publish()  # before the burial: requests must not wait for a process that takes its time to go
+            self._judge(rank_id, cause, verdict)
+            await self._bury(life)
+            if not isinstance(verdict, Restart):
+                return
+            await asyncio.sleep(verdict.delay_s)
+
+    async def _live(self, life: _Life) -> str:
+        """One life, from the start of its process to the first proof of its death. Returns the cause."""
+        assert self._plan is not None
+        try:
+            life.handle = await self._launcher.start(self._plan.launch(life.rank_id))
+        except LaunchError as error:
+            return str(error)
+        life.watcher = asyncio.create_task(self._watch_process(life.handle, life))
+        self._ledger.on_process(life.rank_id, life.handle.pid)
+        self._publish()
+        if await self._becomes_ready(life, self._plan.ready_timeout_s):
+            self._ledger.on_ready(life.rank_id)
+            self._publish()
+            if self._ledger.was_up:
+                self.up.set()
+        return await life.death
+
+    @staticmethod
+    async def _becomes_ready(life: _Life, timeout_s: float) -> bool:
+        waiter = asyncio.create_task(life.ready.wait())
+        first: set[asyncio.Future[Any]] = {waiter, life.death}
+        try:
+            await asyncio.wait(first, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiter.cancel()
+        if not life.ready.is_set():
+            life.prove_death(f"{life.rank_id} was not ready within {timeout_s:g} s")
+        return not life.death.done()
+
+    @staticmethod
+    async def _watch_process(handle: RankHandle, life: _Life) -> None:
+        end = await handle.wait()
+        if not end.abrupt:
+            await asyncio.sleep(LAST_WORDS_S)
+        life.prove_death(end.cause or UNASKED_END)
+
+    @staticmethod
+    async def _bury(life: _Life) -> None:
+        """Returns when the process is gone: two lives of one rank must not overlap on its GPU."""
+        if life.handle is None or life.watcher is None:
+            return
+        await asyncio.wait({life.watcher}, timeout=ENDING_S)
+        await life.handle.kill()
+
+    def _publish(self) -> None:
+        self._on_change(self.snapshot())
+
+    def _judge(self, rank_id: RankId, cause: str, verdict: Verdict | None) -> None:
+        if self._retired:
+            return
+        match verdict:
+            case Restart(delay_s=delay_s):
+                logger.error("%s died, its next life begins in %g s: %s", rank_id, delay_s, cause)
+            case StartFailed():
+                logger.error("%s died while the group was starting", rank_id)
+                self._on_no_rank_left(cause)
+            case GivenUp(is_last=is_last):
+                logger.error("%s died and stays dead: %s", rank_id, cause)
+                if is_last:
+                    self._on_no_rank_left(cause)
+
+    # --- the end ---
+
+    def give_up(self, cause: str) -> None:
+        """The start failed, for a reason of the ranks or not."""
+        if self._ledger.failed is None:
+            self._ledger.failed = cause
+        self._publish()
+
+    def retire(self) -> None:
+        """Ends are expected from here on: no rank is restarted."""
+        self._retired = True
+        self._ledger.retire()
+
+    async def stop(self, timeout_s: float) -> None:
+        """Waits for the ends that were asked for, then kills."""
+        self.retire()
+        waits = {asyncio.create_task(handle.wait()) for handle in self.handles}
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=timeout_s)
+            for wait in late:
+                wait.cancel()
+        lives = list(self._lives.values())
+        for task in [*self._tasks, *(life.watcher for life in lives if life.watcher)]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(handle.kill() for handle in self.handles))

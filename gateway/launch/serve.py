@@ -1,0 +1,148 @@
+"""`gateway serve`, one endpoint: checks, binds, starts, waits for a signal or a failure, and ends. The composition root."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from cores.launch.child_process import parent_died
+from gateway.config import ConfigError, GatewayConfig
+from gateway.launch import listener as listening
+from gateway.launch.launcher import Launcher, StartError
+from gateway.launch.ranks import make_rank_launcher
+from gateway.launch.run_directory import RunDirectory
+from gateway.log import set_up_logging
+from gateway.models import resolve_model
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+KILL_TIMEOUT_S = 10.0
+
+
+def serve(config: GatewayConfig, *, is_child: bool = False) -> int:
+    """Runs one endpoint until a signal or a failure; returns the exit code. A child ends with the end of its stdin, too."""
+    set_up_logging(config.log_level)
+    try:
+        config = with_model_path(config)
+        listener = listening.listen(config.server)
+    except ConfigError as error:
+        return _refuse(error, EXIT_USAGE)
+    except listening.ListenError as error:
+        return _refuse(error, EXIT_FAILED)
+    try:
+        with RunDirectory() as directory:
+            return asyncio.run(_serve(config, listener, directory.path, is_child=is_child))
+    finally:
+        listening.close(listener)
+
+
+def with_model_path(config: GatewayConfig) -> GatewayConfig:
+    """With the model's directory in place of its name, which stays what clients call it. Raises `ConfigError`."""
+    path = resolve_model(config.engine.model)
+    names = config.server.served_model_name or (Path(config.engine.model).name,)
+    return dataclasses.replace(
+        config,
+        engine=dataclasses.replace(config.engine, model=str(path)),
+        server=dataclasses.replace(config.server, served_model_name=names),
+    )
+
+
+def _refuse(error: Exception, code: int) -> int:
+    print(f"gateway serve: {error}", file=sys.stderr)
+    return code
+
+
+async def _serve(config: GatewayConfig, listener: socket.socket, run_directory: Path, *, is_child: bool) -> int:
+    signals = StopSignals()
+    url = listening.url(listener, config.server)
+    launcher = Launcher(config, make_rank_launcher(config, run_directory), run_directory, listener, url)
+    launcher.open()
+    orphaned = asyncio.ensure_future(parent_died()) if is_child else asyncio.get_running_loop().create_future()
+    with cancelled_at_exit(orphaned):
+        cause = await run(launcher, signals, orphaned, lambda: ready_line(url, launcher.mode, len(config.parallel.ranks)))
+        drain_s = 0.0 if cause or orphaned.done() else config.server.shutdown_timeout
+        if not await stop_or_kill(launcher, drain_s, signals):
+            return 128 + signals.last
+    if cause:
+        # The last words of the log, after those of all that was ended because of it.
+        logger.error("%s", cause)
+        return EXIT_FAILED
+    return 0
+
+
+async def run(
+    launcher: Launcher, signals: StopSignals, orphaned: asyncio.Future[Any], announcement: Callable[[], str | None]
+) -> str | None:
+    """Starts and serves. Returns the cause of a failure, None when it was told to stop."""
+    start = asyncio.create_task(launcher.start())
+    asked = asyncio.create_task(signals.asked.wait())
+    with cancelled_at_exit(start, asked):
+        await asyncio.wait({start, asked, orphaned}, return_when=asyncio.FIRST_COMPLETED)
+        if not start.done():
+            return None
+        try:
+            start.result()
+        except StartError as error:
+            return str(error)
+        if line := announcement():
+            print(line, flush=True)
+        await asyncio.wait({asked, orphaned, launcher.failure}, return_when=asyncio.FIRST_COMPLETED)
+        return launcher.failure.result() if launcher.failure.done() else None
+
+
+def ready_line(url: str, mode: str, num_ranks: int) -> str:
+    return f"gateway ready: {url}  mode={mode}  ranks={num_ranks}"
+
+
+async def stop_or_kill(launcher: Launcher, drain_timeout_s: float, signals: StopSignals) -> bool:
+    """Stops in order; a second signal ends it at once. True when it was in order."""
+    stop = asyncio.create_task(launcher.stop(drain_timeout_s))
+    hurry = asyncio.create_task(signals.asked_twice.wait())
+    with cancelled_at_exit(stop, hurry):
+        await asyncio.wait({stop, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        if stop.done():
+            stop.result()
+            return True
+    logger.warning("second signal: killing what is left")
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(launcher.kill(), KILL_TIMEOUT_S)
+    return False
+
+
+class StopSignals:
+    """SIGTERM and SIGINT, counted, on the running loop."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.asked_twice = asyncio.Event()
+        self.last = 0
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: int) -> None:
+        self.last = number
+        if self.asked.is_set():
+            self.asked_twice.set()
+        else:
+            logger.info("%s: stopping; a second signal ends at once", signal.Signals(number).name)
+            self.asked.set()
+
+
+@contextlib.contextmanager
+def cancelled_at_exit(*tasks: asyncio.Future[Any]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()

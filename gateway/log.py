@@ -1,0 +1,20 @@
+"""Logging of every process of the gateway: to stderr, one format. Called once by each program's main function."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def set_up_logging(level: str) -> None:
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=level.upper(),
+        format="%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
+    )
+    for chatty in ("asyncio", "aiohttp.access"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from cores.messages import RankId
+from gateway.launch.group_ledger import GivenUp, GroupLedger, Restart, StartFailed
+
+
+class Group:
+    """A ledger with shorthands; its invariants are checked after every test."""
+
+    def __init__(self, num_ranks: int, max_restarts: int) -> None:
+        self.ledger = GroupLedger(range(num_ranks), max_restarts)
+
+    def bring_up(self) -> list[RankId]:
+        ids = [self.ledger.begin(record.rank) for record in self.ledger.snapshot().ranks]
+        for rank_id in ids:
+            self.ledger.on_ready(rank_id)
+        return ids
+
+    def state(self, rank: int) -> str:
+        return self.ledger.snapshot().ranks[rank].state
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    group = Group(2, max_restarts=2)
+    yield group
+    group.ledger.check_invariants()
+
+
+def test_group_is_up_once_every_rank_is_ready(group: Group) -> None:
+    first, second = group.ledger.begin(0), group.ledger.begin(1)
+    assert (group.state(0), group.state(1)) == ("starting", "starting")
+    assert group.ledger.on_ready(first)
+    assert not group.ledger.was_up
+    assert group.ledger.on_ready(second)
+    assert group.ledger.was_up
+
+
+def test_second_ready_message_is_no_news(group: Group) -> None:
+    first = group.ledger.begin(0)
+    assert group.ledger.on_ready(first)
+    assert not group.ledger.on_ready(first)
+
+
+def test_death_before_the_group_was_up_fails_the_start_with_its_cause(group: Group) -> None:
+    group.ledger.begin(0)
+    second = group.ledger.begin(1)
+    assert group.ledger.on_death(second, "no memory", now=0.0) == StartFailed()
+    assert group.ledger.snapshot().failed == "no memory"
+
+
+def test_dead_rank_is_restarted_with_the_next_epoch_and_later_each_time(group: Group) -> None:
+    _, second = group.bring_up()
+    assert group.ledger.on_death(second, "killed", now=10.0) == Restart(1.0)
+    record = group.ledger.snapshot().ranks[1]
+    assert (record.state, record.cause, record.restarts, record.restart_pending) == ("dead", "killed", 1, True)
+
+    third = group.ledger.begin(1)
+    assert third == RankId(1, 2)
+    assert group.state(1) == "restarting"
+    assert group.ledger.on_death(third, "again", now=12.0) == Restart(2.0)
+
+
+def test_rank_is_given_up_after_its_restarts_and_the_others_go_on(group: Group) -> None:
+    _, rank_id = group.bring_up()
+    for now in (1.0, 2.0):
+        group.ledger.on_death(rank_id, "killed", now)
+        rank_id = group.ledger.begin(1)
+        group.ledger.on_ready(rank_id)
+    assert group.ledger.on_death(rank_id, "killed", now=3.0) == GivenUp(is_last=False)
+    assert group.state(0) == "ready"
+    assert group.ledger.failed is None
+
+
+def test_restarts_older_than_ten_minutes_do_not_count(group: Group) -> None:
+    _, rank_id = group.bring_up()
+    for now in (0.0, 1.0):
+        group.ledger.on_death(rank_id, "killed", now)
+        rank_id = group.ledger.begin(1)
+    assert group.ledger.on_death(rank_id, "killed", now=600.5) == Restart(2.0)
+    assert group.ledger.snapshot().ranks[1].restarts == 3
+
+
+def test_last_death_without_a_restart_fails_the_group() -> None:
+    group = Group(2, max_restarts=0)
+    first, second = group.bring_up()
+    assert group.ledger.on_death(first, "one", now=0.0) == GivenUp(is_last=False)
+    assert group.ledger.on_death(second, "two", now=0.0) == GivenUp(is_last=True)
+    assert group.ledger.failed == "two"
+    group.ledger.check_invariants()
+
+
+def test_rank_that_awaits_its_restart_keeps_the_group_alive() -> None:
+    group = Group(2, max_restarts=1)
+    first, second = group.bring_up()
+    assert group.ledger.on_death(first, "one", now=0.0) == Restart(1.0)
+    assert group.ledger.on_death(second, "two", now=0.0) == Restart(1.0)
+    third = group.ledger.begin(0)
+    assert group.ledger.on_death(third, "three", now=2.0) == GivenUp(is_last=False)
+    assert group.ledger.failed is None
+    group.ledger.check_invariants()
+
+
+def test_only_the_first_proof_of_a_death_counts(group: Group) -> None:
+    first, _ = group.bring_up()
+    assert group.ledger.on_death(first, "killed", now=0.0) is not None
+    assert group.ledger.on_death(first, "socket closed", now=0.1) is None
+    assert group.ledger.snapshot().ranks[0].cause == "killed"
+
+
+def test_news_of_an_older_life_is_ignored(group: Group) -> None:
+    first, _ = group.bring_up()
+    group.ledger.on_death(first, "killed", now=0.0)
+    second = group.ledger.begin(0)
+    assert not group.ledger.on_ready(first)
+    assert group.ledger.on_death(first, "late news", now=1.0) is None
+    assert group.state(0) == "restarting"
+    assert group.ledger.on_ready(second)
+
+
+def test_nobody_is_restarted_once_the_group_is_retired(group: Group) -> None:
+    first, second = group.bring_up()
+    group.ledger.on_death(first, "killed", now=0.0)
+    group.ledger.retire()
+    assert not group.ledger.snapshot().ranks[0].restart_pending
+    assert group.ledger.on_death(second, "", now=0.0) == GivenUp(is_last=True)
+
+
+def test_every_change_has_a_new_sequence_number(group: Group) -> None:
+    seqs = [group.ledger.snapshot().seq]
+    first = group.ledger.begin(0)
+    seqs.append(group.ledger.snapshot().seq)
+    group.ledger.on_process(first, 42)
+    seqs.append(group.ledger.snapshot().seq)
+    group.ledger.on_ready(first)
+    seqs.append(group.ledger.snapshot().seq)
+    assert seqs == sorted(set(seqs))
+    assert group.ledger.snapshot().ranks[0].pid == 42

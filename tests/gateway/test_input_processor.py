@@ -1,0 +1,113 @@
+"""What is refused, in which words, and what is filled in."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import pytest
+
+from cores.sampling_params import SamplingParams
+from cores.testing import make_tiny_tokenizer
+from gateway.engine_client import ModelConfig
+from gateway.errors import InvalidRequestError
+from gateway.input_processor import InputProcessor, ProcessedInput
+from gateway.renderer import Renderer
+from gateway.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer(make_tiny_tokenizer())
+VOCAB_SIZE = TOKENIZER.vocab_size
+MAX_MODEL_LEN = 20
+
+
+def make_processor(seed: int = 0) -> InputProcessor:
+    model = ModelConfig("tiny", "tiny", MAX_MODEL_LEN, VOCAB_SIZE, (2,), created=0)
+    return InputProcessor(model, Renderer(TOKENIZER, None), random.Random(seed))
+
+
+async def process(prompt: Any = (5, 6, 7), **params: Any) -> ProcessedInput:
+    return await make_processor().process(prompt, SamplingParams(**params))
+
+
+async def refusal(prompt: Any = (5, 6, 7), **params: Any) -> InvalidRequestError:
+    with pytest.raises(InvalidRequestError) as caught:
+        await process(prompt, **params)
+    return caught.value
+
+
+async def test_text_is_tokenized_and_kept() -> None:
+    processed = await process("the way", max_tokens=5)
+    assert (processed.prompt_text, processed.prompt_token_ids) == ("the way", TOKENIZER.encode("the way", True))
+    assert processed.sampling_params.max_tokens == 5
+
+
+async def test_token_ids_are_taken_as_they_are() -> None:
+    ids = [5, 6, VOCAB_SIZE - 1]
+    processed = await process(ids)
+    assert (processed.prompt_text, processed.prompt_token_ids) == (None, ids)
+    assert processed.prompt_token_ids is not ids
+
+
+async def test_without_max_tokens_the_rest_of_the_context_is_for_the_output() -> None:
+    assert (await process([5] * 3)).sampling_params.max_tokens == MAX_MODEL_LEN - 3
+    assert (await process([5] * (MAX_MODEL_LEN - 1))).sampling_params.max_tokens == 1
+
+
+async def test_a_seed_is_drawn_once_and_only_when_there_is_none() -> None:
+    params = SamplingParams()
+    seeds = [(await make_processor(seed=4).process([5], params)).sampling_params.seed for _ in range(2)]
+    assert seeds[0] is not None
+    assert seeds[0] == seeds[1]
+    assert 0 <= seeds[0] < 2**63
+    assert params.seed is None, "the caller's parameters were changed"
+    assert (await process(seed=7)).sampling_params.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "the prompt must not be empty"),
+        ([], "the prompt must not be empty"),
+        ([5] * 20, "the prompt has 20 tokens, but the model's context length is 20 tokens"),
+        ("!" * 21, "the prompt has 21 tokens, but the model's context length is 20 tokens"),
+        ("!" * 10_000, "the prompt has 10000 characters, of which at most 260 can fit"),
+        ([5, VOCAB_SIZE], f"prompt: token ids must be integers from 0 to {VOCAB_SIZE - 1}, got {VOCAB_SIZE}"),
+        ([-1], f"prompt: token ids must be integers from 0 to {VOCAB_SIZE - 1}, got -1"),
+        ([5, "6"], f"prompt: token ids must be integers from 0 to {VOCAB_SIZE - 1}, got '6'"),
+        ([True], f"prompt: token ids must be integers from 0 to {VOCAB_SIZE - 1}, got True"),
+    ],
+)
+async def test_prompts_that_are_refused(prompt: Any, message: str) -> None:
+    error = await refusal(prompt)
+    assert re.match(re.escape(message), str(error)), str(error)
+    assert (error.status, error.param) == (400, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("params", "param", "message"),
+    [
+        ({"temperature": -1.0}, "temperature", "temperature must be between 0.0 and 100.0, got -1.0"),
+        ({"max_tokens": 18}, "max_tokens", "context length is 20 tokens, but 21 were asked for: 3 in the prompt and 18"),
+        ({"min_tokens": 18}, "min_tokens", "min_tokens must be at most 17, what the context length leaves"),
+        ({"stop_token_ids": (VOCAB_SIZE,)}, "stop_token_ids", f"got {VOCAB_SIZE}"),
+        ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias", f"got {VOCAB_SIZE}"),
+        ({"allowed_token_ids": (1, VOCAB_SIZE)}, "allowed_token_ids", f"got {VOCAB_SIZE}"),
+        ({"allowed_token_ids": ()}, "allowed_token_ids", "must not be empty"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", "not supported"),
+        ({"bad_words": ("x",)}, "bad_words", "not supported"),
+    ],
+)
+async def test_parameters_that_are_refused(params: dict[str, Any], param: str, message: str) -> None:
+    error = await refusal(**params)
+    assert message in str(error)
+    assert error.param == param
+
+
+async def test_a_context_that_is_too_long_has_openais_code() -> None:
+    assert (await refusal([5] * 20)).code == "context_length_exceeded"
+    assert (await refusal(max_tokens=18)).code == "context_length_exceeded"
+
+
+async def test_bad_parameters_are_refused_before_the_prompt_is_tokenized() -> None:
+    assert (await refusal("\ud800", temperature=-1.0)).param == "temperature"
