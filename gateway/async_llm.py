@@ -130,7 +130,7 @@ class AsyncLLM(EngineClient):
         return self._handler_error is not None or self.core_client.failure is not None
 
     @property
-    def dead_error(self) -> BaseException:
+    def dead_error(self) -> EngineDeadError:
         if self._handler_error is not None:
             return EngineDeadError(f"the output handler ended: {self._handler_error!r}", cause=repr(self._handler_error))
         cause = self.core_client.failure

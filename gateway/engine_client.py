@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cores.sampling_params import SamplingParams
+from gateway.errors import EngineDeadError
 from gateway.outputs import RequestOutput
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class EngineClient(ABC):
 
     @property
     @abstractmethod
-    def dead_error(self) -> BaseException:
+    def dead_error(self) -> EngineDeadError:
         """Why `errored`. Defined only then."""
 
     @property

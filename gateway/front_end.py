@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 import os
 import signal
@@ -23,6 +22,7 @@ import zmq
 
 from cores.codec import encode
 from cores.config import from_plain
+from cores.launch.child_process import read_task
 from cores.messages import FrontEndFailed, FrontEndReady
 from gateway.async_llm import AsyncLLM
 from gateway.config import ConfigError, GatewayConfig
@@ -68,7 +68,7 @@ class FrontEnd:
 
     async def _start_engine(self) -> AsyncLLM | None:
         start = asyncio.create_task(AsyncLLM.from_config(self.config, self.place, self.order_shutdown))
-        await asyncio.wait({start, self.shutdown_ordered}, return_when=asyncio.FIRST_COMPLETED)
+        await first_of(start, self.shutdown_ordered)
         if not start.done():
             start.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -85,7 +85,7 @@ class FrontEnd:
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: the collector need not walk it again
         watchdog = asyncio.create_task(self._watch(llm), name="watchdog")
-        await asyncio.wait({watchdog, self.shutdown_ordered}, return_when=asyncio.FIRST_COMPLETED)
+        await first_of(watchdog, self.shutdown_ordered)
         watchdog.cancel()
         if not self.shutdown_ordered.done():
             self._tell_launcher(str(llm.dead_error))
@@ -121,15 +121,20 @@ class FrontEnd:
             control.send(encode(FrontEndFailed(self.place.index, cause)))
 
 
-def end_with_stdin(stream: Any) -> None:
+async def first_of(*futures: asyncio.Future[Any]) -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+def end_with_parent() -> None:
     """Ends this process when the launcher is gone. A thread: the loop may be busy, the death must not wait."""
 
     def watch() -> None:
-        while stream.read(4096):
+        # Not through sys.stdin: its buffer's lock, held by a daemon thread, is a fatal error when the interpreter ends.
+        while os.read(0, 4096):
             pass
         os._exit(1)
 
-    threading.Thread(target=watch, name="stdin-watch", daemon=True).start()
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 async def run_front_end(orders: dict[str, Any]) -> int:
@@ -139,7 +144,7 @@ async def run_front_end(orders: dict[str, Any]) -> int:
         index=orders["index"],
         run_directory=orders["run_directory"],
         control_address=orders["control_address"],
-        url=orders.get("url", ""),
+        url=orders["url"],
     )
     front_end = FrontEnd(config, place)
     loop = asyncio.get_running_loop()
@@ -149,9 +154,9 @@ async def run_front_end(orders: dict[str, Any]) -> int:
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group; the launcher decides
-    orders = json.loads(sys.stdin.buffer.readline())
-    end_with_stdin(sys.stdin.buffer)
-    set_up_logging(orders.get("log_level", "info"))
+    orders = read_task()
+    end_with_parent()
+    set_up_logging(orders["log_level"])
     return uvloop.run(run_front_end(orders))
 
 

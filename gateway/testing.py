@@ -213,7 +213,7 @@ class FakeEngineClient(EngineClient):
         return self.death is not None
 
     @property
-    def dead_error(self) -> BaseException:
+    def dead_error(self) -> EngineDeadError:
         assert self.death is not None
         return self.death
 

@@ -22,10 +22,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import zmq
-from balancer.ledger import LoadLedger
-from balancer.rank_health import RankHealth, RankState
 
+from balancer.ledger import LoadLedger
 from balancer.load import RoutingRequest
+from balancer.rank_health import RankHealth, RankState
 from cores import messages as m
 from cores.codec import CodecError, decode, encode
 from gateway.config import GatewayConfig

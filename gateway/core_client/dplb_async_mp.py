@@ -6,9 +6,8 @@ import random
 import time
 from collections.abc import Callable
 
-from balancer.load_balancer import LoadBalancer, NoRankAvailableError, UnknownRankError
-
 from balancer.load import RoutingRequest
+from balancer.load_balancer import LoadBalancer, NoRankAvailableError, UnknownRankError
 from balancer.policies import make_policy
 from cores.messages import RankId
 from gateway.config import GatewayConfig

@@ -6,7 +6,6 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from balancer.rank_health import RankHealth
-
 from cores.messages import EngineReady, RankId, RankLoad, SchedulerStats
 from gateway.status import RankStatus
 

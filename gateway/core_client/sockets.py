@@ -61,7 +61,7 @@ class LoopSocket:
 
     def poke(self) -> None:
         """Reads soon if there is something to read: the edge may have been swallowed (see above)."""
-        if self._loop is not None and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if self._loop is not None and int(self._socket.EVENTS) & zmq.POLLIN:
             self._schedule_drain()
 
     def drain_now(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +25,11 @@ class UtilityCalls:
         for rank_id, future in zip(rank_ids, futures, strict=True):
             key = (self._last_id, rank_id)
             self._pending[key] = future
-            future.add_done_callback(lambda _, key=key: self._pending.pop(key, None))
+            future.add_done_callback(functools.partial(self._forget, key))
         return self._last_id, futures
+
+    def _forget(self, key: tuple[int, RankId], _: asyncio.Future[Any]) -> None:
+        self._pending.pop(key, None)
 
     def on_result(self, result: UtilityResult) -> None:
         future = self._pending.get((result.call_id, result.rank_id))

@@ -67,8 +67,8 @@ def test_totals_and_front_ends_are_exported() -> None:
 def make_finished(**fields: Any) -> FinishedRequest:
     usual: dict[str, Any] = {
         "external_id": "id", "internal_id": "id-1", "finish_reason": "stop", "rank": 0, "arrival_s": 10.0,
-        "first_token_s": 10.5, "last_token_s": 11.0, "queued_s": 0.2, "num_sequences": 1, "num_prompt_tokens": 3, "num_cached_tokens": 0,
-        "num_generation_tokens": 4, "num_moves": 0,
+        "first_token_s": 10.5, "last_token_s": 11.0, "queued_s": 0.2, "num_sequences": 1, "num_prompt_tokens": 3,
+        "num_cached_tokens": 0, "num_generation_tokens": 4, "num_moves": 0,
     }  # fmt: skip
     return FinishedRequest(**(usual | fields))
 
