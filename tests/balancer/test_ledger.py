@@ -44,7 +44,7 @@ def test_report_replaces_the_bookings_that_it_contains(ledger: LoadLedger) -> No
     assert (view.kv_cache_usage, view.step_ms, view.prefill_tokens_per_s, view.report_age_s) == (0.25, 7.0, 9e3, 0.25)
 
 
-# FIELD: a snapshot that overwrites what was dispatched after it was taken, in the middle of a burst.
+# Seen in the field: a snapshot that overwrites what was dispatched after it was taken, in the middle of a burst.
 def test_snapshot_taken_before_a_burst_does_not_erase_it(ledger: LoadLedger) -> None:
     for handle in range(1, 51):
         dispatch(ledger, handle, seq=handle)
@@ -153,7 +153,7 @@ def test_abort_that_crosses_the_end_of_its_request_never_makes_a_view_negative(l
     assert (view.num_waiting, view.num_running, view.num_decodes, view.num_prefill_tokens) == (0, 0, 0, 0)
 
 
-# FIELD: a topology change that forgets live bookings, and a restarted worker that keeps the old one's.
+# Seen in the field: a topology change that forgets live bookings, and a restarted worker that keeps the old one's.
 def test_death_releases_exactly_what_was_booked_there(ledger: LoadLedger) -> None:
     dispatch(ledger, 1, seq=1)
     ledger.book(2, RANK, 50)
@@ -177,7 +177,7 @@ def test_moved_request_is_booked_again_under_the_same_handle(ledger: LoadLedger)
     assert ledger.rank_of(1) == OTHER
 
 
-# FIELD: one count leaked per disconnect, until a restarted worker gets everything.
+# Seen in the field: one count leaked per disconnect, until a restarted worker gets everything.
 def test_many_random_ends_leave_nothing_behind(ledger: LoadLedger) -> None:
     rng = random.Random(7)
     live: list[int] = []
