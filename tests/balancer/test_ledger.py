@@ -55,6 +55,33 @@ def test_snapshot_taken_before_a_burst_does_not_erase_it(ledger: LoadLedger) -> 
     assert (view.num_waiting, view.num_prefill_tokens) == (50, 5000)
 
 
+def test_example_in_the_documentation(ledger: LoadLedger) -> None:
+    """docs/balancing.md, row by row."""
+
+    def seen() -> tuple[int, int, int]:
+        view = ledger.view(RANK, now=0.0)
+        return view.num_waiting, view.num_running, view.num_prefill_tokens
+
+    dispatch(ledger, 1, seq=1, num_prompt_tokens=400)
+    dispatch(ledger, 2, seq=2, num_prompt_tokens=1000)
+    assert seen() == (2, 0, 1400)
+    ledger.on_report(RANK, step=7, command_seq=1, load=RankLoad(num_running=1, num_decodes=1), now=0.0)
+    ledger.on_first_token(1)
+    assert seen() == (1, 1, 1000)
+    dispatch(ledger, 3, seq=3, num_prompt_tokens=200)
+    assert seen() == (2, 1, 1200)
+    ledger.release(1, abort_seq=4)
+    assert seen() == (2, 0, 1200)
+    assert not ledger.on_report(RANK, step=6, command_seq=0, load=RankLoad(), now=0.0)
+    assert seen() == (2, 0, 1200)
+    load = RankLoad(num_waiting=1, num_running=2, num_decodes=1, num_prefill_tokens=700)
+    ledger.on_report(RANK, step=8, command_seq=3, load=load, now=0.0)
+    assert seen() == (1, 1, 700)
+    load = RankLoad(num_running=2, num_decodes=2)
+    ledger.on_report(RANK, step=9, command_seq=4, load=load, now=0.0)
+    assert seen() == (0, 2, 0)
+
+
 def test_older_report_that_arrives_late_changes_nothing(ledger: LoadLedger) -> None:
     dispatch(ledger, 1, seq=1)
     assert ledger.on_report(RANK, step=9, command_seq=1, load=RankLoad(num_running=1), now=1.0)
