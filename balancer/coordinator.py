@@ -144,7 +144,7 @@ def main() -> int:
         try:
             router = bind(context, address)
         except zmq.ZMQError as error:
-            print(f"coordinator: cannot bind {address}: {error.strerror}", file=sys.stderr)
+            print(f"coordinator: cannot bind: {error}", file=sys.stderr)
             return 1
         with router:
             print(json.dumps({"bound": router.getsockopt_string(zmq.LAST_ENDPOINT)}), flush=True)

@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 from balancer.load import RankView
 from cores.messages import RankId, RankLoad
 
+VIEW_REUSE_S = 0.01  # a report's age in a view may be this much too small
+
 
 class UnknownRankIdError(LookupError):
     """No such life of a rank in the ledger. The caller's bug: it books on ranks that it has added."""
@@ -70,11 +72,15 @@ class _Account:
     num_ghosts_running: int = 0
     unreported: deque[_Booking] = field(default_factory=deque)  # sent, by number; dead ones are passed over when they come up
     aborts: deque[_Booking] = field(default_factory=deque)  # aborted and not yet reported so, by number of the abort
+    # A decision looks at every rank and changes one, so most views are as they were: None after a change.
+    last_view: RankView | None = None
+    viewed_at: float = 0.0
 
     def book(self, booking: _Booking) -> None:
         self.live[booking.handle] = booking
         self.num_booked_tokens += booking.num_prompt_tokens
         self._count_unreported(booking, +1)
+        self.last_view = None
 
     def on_sent(self, booking: _Booking, seq: int) -> None:
         last_seq = self.unreported[-1].seq if self.unreported else None
@@ -97,6 +103,7 @@ class _Account:
             self.aborts.append(booking)
             if is_reported:
                 self._count_ghost(booking, +1)
+        self.last_view = None
 
     def on_report(self, step: int, command_seq: int, load: RankLoad, now: float) -> bool:
         if step < self.step or command_seq < self.command_seq:
@@ -110,6 +117,7 @@ class _Account:
                 self._count_ghost(booking, +1)
         while self.aborts and self.aborts[0].is_aborted_by(command_seq):
             self._count_ghost(self.aborts.popleft(), -1)
+        self.last_view = None
         return True
 
     def _count_unreported(self, booking: _Booking, sign: int) -> None:
@@ -123,6 +131,11 @@ class _Account:
             self.num_ghosts_waiting += sign
 
     def view(self, now: float) -> RankView:
+        if self.last_view is None or now - self.viewed_at > VIEW_REUSE_S:
+            self.last_view, self.viewed_at = self._make_view(now), now
+        return self.last_view
+
+    def _make_view(self, now: float) -> RankView:
         load = self.load
         # A ghost without a first token was waiting or had its prompt computed: where no one waits it was running.
         num_waiting = load.num_waiting - self.num_ghosts_waiting
@@ -153,6 +166,7 @@ class _Account:
         assert [b.handle for b in self.unreported if b.is_live] == [b.handle for b in unreported if b.seq is not None]
         assert not any(b.is_aborted_by(self.command_seq) or b.is_live for b in self.aborts)
         assert all(b.is_live for b in self.live.values())
+        assert self.last_view in (None, self._make_view(self.viewed_at))
 
 
 class LoadLedger:

@@ -7,12 +7,12 @@ import random
 from balancer.policies.least_requests import LeastRequests
 from balancer.policies.least_tokens import LeastTokens
 from balancer.policies.power_of_two import PowerOfTwo
-from balancer.policies.random import Random
+from balancer.policies.random_rank import RandomRank
 from balancer.policies.round_robin import RoundRobin
 from balancer.policies.vllm import Vllm
 from balancer.policy import Policy
 
-_CLASSES: tuple[type[Policy], ...] = (LeastTokens, LeastRequests, PowerOfTwo, RoundRobin, Random, Vllm)
+_CLASSES: tuple[type[Policy], ...] = (LeastTokens, LeastRequests, PowerOfTwo, RoundRobin, RandomRank, Vllm)
 
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in _CLASSES}
 

@@ -44,7 +44,7 @@ def test_report_replaces_the_bookings_that_it_contains(ledger: LoadLedger) -> No
     assert (view.kv_cache_usage, view.step_ms, view.prefill_tokens_per_s, view.report_age_s) == (0.25, 7.0, 9e3, 0.25)
 
 
-# FIELD: a snapshot that overwrites what was dispatched after it was taken, in the middle of a burst.
+# Seen in the field: a snapshot that overwrites what was dispatched after it was taken, in the middle of a burst.
 def test_snapshot_taken_before_a_burst_does_not_erase_it(ledger: LoadLedger) -> None:
     for handle in range(1, 51):
         dispatch(ledger, handle, seq=handle)
@@ -53,6 +53,33 @@ def test_snapshot_taken_before_a_burst_does_not_erase_it(ledger: LoadLedger) -> 
     )  # of an idle rank, still on its way during the burst
     view = ledger.view(RANK, now=0.1)
     assert (view.num_waiting, view.num_prefill_tokens) == (50, 5000)
+
+
+def test_example_in_the_documentation(ledger: LoadLedger) -> None:
+    """docs/balancing.md, row by row."""
+
+    def seen() -> tuple[int, int, int]:
+        view = ledger.view(RANK, now=0.0)
+        return view.num_waiting, view.num_running, view.num_prefill_tokens
+
+    dispatch(ledger, 1, seq=1, num_prompt_tokens=400)
+    dispatch(ledger, 2, seq=2, num_prompt_tokens=1000)
+    assert seen() == (2, 0, 1400)
+    ledger.on_report(RANK, step=7, command_seq=1, load=RankLoad(num_running=1, num_decodes=1), now=0.0)
+    ledger.on_first_token(1)
+    assert seen() == (1, 1, 1000)
+    dispatch(ledger, 3, seq=3, num_prompt_tokens=200)
+    assert seen() == (2, 1, 1200)
+    ledger.release(1, abort_seq=4)
+    assert seen() == (2, 0, 1200)
+    assert not ledger.on_report(RANK, step=6, command_seq=0, load=RankLoad(), now=0.0)
+    assert seen() == (2, 0, 1200)
+    load = RankLoad(num_waiting=1, num_running=2, num_decodes=1, num_prefill_tokens=700)
+    ledger.on_report(RANK, step=8, command_seq=3, load=load, now=0.0)
+    assert seen() == (1, 1, 700)
+    load = RankLoad(num_running=2, num_decodes=2)
+    ledger.on_report(RANK, step=9, command_seq=4, load=load, now=0.0)
+    assert seen() == (0, 2, 0)
 
 
 def test_older_report_that_arrives_late_changes_nothing(ledger: LoadLedger) -> None:
@@ -153,7 +180,7 @@ def test_abort_that_crosses_the_end_of_its_request_never_makes_a_view_negative(l
     assert (view.num_waiting, view.num_running, view.num_decodes, view.num_prefill_tokens) == (0, 0, 0, 0)
 
 
-# FIELD: a topology change that forgets live bookings, and a restarted worker that keeps the old one's.
+# Seen in the field: a topology change that forgets live bookings, and a restarted worker that keeps the old one's.
 def test_death_releases_exactly_what_was_booked_there(ledger: LoadLedger) -> None:
     dispatch(ledger, 1, seq=1)
     ledger.book(2, RANK, 50)
@@ -177,7 +204,7 @@ def test_moved_request_is_booked_again_under_the_same_handle(ledger: LoadLedger)
     assert ledger.rank_of(1) == OTHER
 
 
-# FIELD: one count leaked per disconnect, until a restarted worker gets everything.
+# Seen in the field: one count leaked per disconnect, until a restarted worker gets everything.
 def test_many_random_ends_leave_nothing_behind(ledger: LoadLedger) -> None:
     rng = random.Random(7)
     live: list[int] = []

@@ -10,7 +10,7 @@ from balancer.load import RankView, RoutingRequest
 from balancer.policy import Choice
 
 
-class Random:
+class RandomRank:
     name: ClassVar[str] = "random"
 
     def __init__(self, rng: random.Random) -> None:

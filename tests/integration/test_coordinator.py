@@ -1,0 +1,203 @@
+"""The coordinator with real sockets, in this process and as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+
+from balancer.coordinator import MAX_BURST, Coordinator, bind, read_address
+from cores.codec import decode, encode
+from cores.messages import GroupLoads, MemberLeft, MemberReport, RankId, RankLoad, Shutdown
+from cores.testing import ManualClock
+
+DEADLINE_MS = 10_000  # ten times what is promised
+Dealers = Callable[[str], "zmq.Socket[bytes]"]
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    with zmq.Context() as context:
+        yield context
+
+
+@pytest.fixture
+def connect(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Dealers]:
+    sockets: list[zmq.Socket[bytes]] = []
+
+    def connect(address: str) -> zmq.Socket[bytes]:
+        dealer = context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.RCVTIMEO, DEADLINE_MS)
+        dealer.connect(address)
+        sockets.append(dealer)
+        return dealer
+
+    yield connect
+    for dealer in sockets:
+        dealer.close()
+
+
+@contextmanager
+def coordinator_process(address: str = "tcp://127.0.0.1:0") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    with start_process(json.dumps({"report_address": address})) as process:
+        try:
+            assert process.stdout is not None
+            yield process, json.loads(process.stdout.readline())["bound"]
+        finally:
+            process.kill()
+
+
+def start_process(line: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-m", "balancer.coordinator"], stdin=pipe, stdout=pipe, stderr=pipe, text=True, bufsize=1
+    )
+    assert process.stdin is not None
+    process.stdin.write(line + "\n")
+    return process
+
+
+def make_report(member: str, rank: int, waiting: int = 0) -> MemberReport:
+    return MemberReport(member, f"http://{member}", ((RankId(rank, 1), "ready", RankLoad(num_waiting=waiting)),))
+
+
+def receive_loads(dealer: zmq.Socket[bytes]) -> GroupLoads:
+    loads = decode(dealer.recv())
+    assert isinstance(loads, GroupLoads)
+    return loads
+
+
+def receive_until(dealer: zmq.Socket[bytes], ranks: set[int]) -> GroupLoads:
+    """The first snapshot with exactly these ranks. A snapshot comes every second, so the number of tries is a deadline too."""
+    for _ in range(400):
+        loads = receive_loads(dealer)
+        if {row[0].rank for row in loads.ranks} == ranks:
+            return loads
+    raise AssertionError(f"no snapshot with the ranks {ranks}; the last has {loads.ranks}")
+
+
+def test_each_member_hears_of_all_and_of_those_who_leave(connect: Dealers) -> None:
+    with coordinator_process() as (_, address):
+        first, second = connect(address), connect(address)
+        first.send(encode(make_report("first", 0, waiting=3)))
+        second.send(encode(make_report("second", 1, waiting=5)))
+        for dealer in (first, second):
+            loads = receive_until(dealer, {0, 1})
+            assert [(row[1], row[2].num_waiting, row[3]) for row in loads.ranks] == [
+                ("ready", 3, "http://first"),
+                ("ready", 5, "http://second"),
+            ]
+            assert all(0.0 <= row[4] < DEADLINE_MS / 1000 for row in loads.ranks)
+        second.send(encode(MemberLeft("second")))
+        receive_until(first, {0})
+
+
+def test_member_that_falls_silent_expires(connect: Dealers) -> None:
+    with coordinator_process() as (_, address):
+        first, second = connect(address), connect(address)
+        second.send(encode(make_report("second", 1)))
+        first.send(encode(make_report("first", 0)))
+        receive_until(first, {0, 1})
+        ranks = {0, 1}
+        while ranks == {0, 1}:
+            first.send(encode(make_report("first", 0)))
+            ranks = {row[0].rank for row in receive_loads(first).ranks}
+        assert ranks == {0}
+
+
+def test_flood_of_reports_does_not_starve_publication(connect: Dealers) -> None:
+    with coordinator_process() as (_, address):
+        listener, flooder = connect(address), connect(address)
+        frames = [encode(make_report("flooder", 1, waiting)) for waiting in range(2)]
+        stop = threading.Event()
+
+        def flood() -> None:
+            while not stop.is_set():
+                for frame in frames:
+                    flooder.send(frame)
+
+        listener.send(encode(make_report("listener", 0)))
+        thread = threading.Thread(target=flood)
+        thread.start()
+        try:
+            receive_until(listener, {0, 1})
+            assert len({receive_loads(listener).seq for _ in range(5)}) == 5
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_malformed_frames_are_dropped_and_the_coordinator_lives(connect: Dealers) -> None:
+    with coordinator_process() as (process, address):
+        dealer = connect(address)
+        dealer.send(b"\xc1 not a frame")
+        dealer.send(b"")
+        dealer.send_multipart([b"two", b"parts"])
+        dealer.send(encode(Shutdown(1.0)))
+        dealer.send(encode(make_report("a", 0)))
+        assert receive_loads(dealer).ranks[0][0] == RankId(0, 1)
+        assert process.poll() is None
+
+
+def test_ends_with_its_parent() -> None:
+    with coordinator_process() as (process, _):
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(timeout=DEADLINE_MS / 1000) == 0
+
+
+def test_port_in_use_is_one_clear_line_and_exit_code_1() -> None:
+    with coordinator_process() as (_, address):
+        second = start_process(json.dumps({"report_address": address}))
+        out, err = second.communicate(timeout=DEADLINE_MS / 1000)
+        assert second.returncode == 1
+        assert (out, err) == ("", f"coordinator: cannot bind: Address already in use (addr={address!r})\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("nonsense", "the first line on stdin must be JSON, got 'nonsense"),
+        ("[]", "report_address must be a ZMQ address, got None"),
+        ('{"report_address": 5}', "report_address must be a ZMQ address, got 5"),
+        ('{"report_address": "127.0.0.1:5"}', "report_address must be tcp://HOST:PORT or ipc://PATH, got '127.0.0.1:5'"),
+        ('{"report_address": "tcp://10.0.0.7:5"}', "'tcp://10.0.0.7:5' is not a loopback address: that needs CURVE keys"),
+        ('{"report_address": "tcp://0.0.0.0:5"}', "is not a loopback address"),
+        ('{"report_address": "tcp://*:5"}', "is not a loopback address"),
+    ],
+)
+def test_bad_configuration_is_named(line: str, error: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        read_address(line)
+    assert error in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:29550", "tcp://localhost:1", "tcp://[::1]:29550", "ipc:///run/x"])
+def test_private_addresses_are_accepted(address: str) -> None:
+    assert read_address(json.dumps({"report_address": address})) == address
+
+
+def test_bad_configuration_ends_the_process_with_one_line() -> None:
+    process = start_process('{"report_address": "tcp://192.0.2.1:5"}')
+    out, err = process.communicate(timeout=DEADLINE_MS / 1000)
+    assert (process.returncode, out, err.count("\n")) == (1, "", 1)
+
+
+def test_burst_is_bounded_so_that_the_timer_gets_its_turn(context: zmq.Context[zmq.Socket[bytes]], connect: Dealers) -> None:
+    with bind(context, "inproc://coordinator") as router:
+        coordinator = Coordinator(router, ManualClock())
+        dealer = connect("inproc://coordinator")
+        for waiting in range(MAX_BURST + 10):
+            dealer.send(encode(make_report("a", 0, waiting)))
+        dealer.send(b"junk")
+        assert coordinator.receive_burst() == MAX_BURST
+        assert coordinator.receive_burst() == 11
+        assert coordinator.receive_burst() == 0
+        assert coordinator.num_malformed == 1
