@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -151,6 +153,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def simulated(tiny_model: str) -> list[str]:
     """Arguments of a server with simulated engines as local processes."""
     return [tiny_model, "--engine", "simulated", "--data-parallel-backend", "mp", "--simulated", "step_ms=2"]
+
+
+@pytest.fixture
+def port_range() -> Callable[[int], int]:
+    """The first of so many consecutive ports that were free a moment ago. Only for flags that cannot say 0."""
+
+    def find(length: int) -> int:
+        while True:
+            with ExitStack() as stack:
+                first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+                with contextlib.suppress(OSError):
+                    for port in range(first + 1, first + length):
+                        stack.enter_context(socket.create_server(("127.0.0.1", port)))
+                    return int(first)
+
+    return find
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +9,6 @@ import openai
 import pytest
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def check_endpoint(url: str) -> None:
@@ -60,9 +53,9 @@ def test_internal_load_balancing(serve: Callable[..., Any], simulated: list[str]
 
 
 def test_external_load_balancing_two_endpoints(
-    serve: Callable[..., Any], simulated: list[str], poll: Callable[..., Any]
+    serve: Callable[..., Any], simulated: list[str], poll: Callable[..., Any], port_range: Callable[[int], int]
 ) -> None:
-    external = ["-dp", "2", "--data-parallel-external-lb", "--data-parallel-rpc-port", str(free_port())]
+    external = ["-dp", "2", "--data-parallel-external-lb", "--data-parallel-rpc-port", str(port_range(1))]
     servers = [serve(*simulated, *external, "--data-parallel-rank", rank) for rank in ("0", "1")]
     for rank, server in enumerate(servers):
         assert "mode=DPAsyncMPClient" in server.ready_lines[0]
@@ -71,9 +64,11 @@ def test_external_load_balancing_two_endpoints(
         poll(lambda server=server: len(server.status()["group"]) == 2, "the coordinator's view of both ranks")
 
 
-def test_external_load_balancing_supervised(serve: Callable[..., Any], simulated: list[str]) -> None:
-    port = free_port()
-    arguments = ["-dp", "2", "--data-parallel-multi-port-external-lb", "--data-parallel-rpc-port", str(free_port())]
+def test_external_load_balancing_supervised(
+    serve: Callable[..., Any], simulated: list[str], port_range: Callable[[int], int]
+) -> None:
+    port = port_range(2)
+    arguments = ["-dp", "2", "--data-parallel-multi-port-external-lb", "--data-parallel-rpc-port", str(port_range(1))]
     server = serve(*simulated, *arguments, "--port", str(port), ready_lines=2)
     assert server.urls == [f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}"]
     for url in server.urls:
