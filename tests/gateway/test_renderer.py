@@ -175,7 +175,7 @@ def test_a_template_that_trims_still_ends_with_the_message() -> None:
 def test_a_template_that_shows_the_final_message_twice_ends_with_the_second() -> None:
     template = "about {{ messages[-1].content }}: [{{ messages[-1].content }}]"
     text = render(template, CHAT[1:], add_generation_prompt=False, continue_final_message=True)
-    assert text.endswith(": [one, two, ")
+    assert text == "about one, two, : [one, two, "
 
 
 def test_a_template_that_hides_the_final_message_cannot_continue_it() -> None:
