@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable
 from io import StringIO
 from typing import Any
 
@@ -15,34 +15,11 @@ from aiohttp import web
 from rich.console import Console
 
 from gateway.cli import status as command
-from gateway.config import GatewayConfig, ServerConfig
 from gateway.dashboard.feed import Reading, StatusFeed, exit_code, parse
 from gateway.dashboard.live import watch
-from gateway.server import ServerState, run_server
 from gateway.status import RankStatus
-from gateway.testing import FakeEngineClient
 
 DEADLINE_S = 20.0
-Serve = Callable[..., Awaitable[tuple[str, FakeEngineClient]]]
-
-
-@pytest.fixture
-async def serve() -> AsyncIterator[Serve]:
-    """Starts an endpoint: (url, its engine)."""
-    servers = []
-
-    async def start(**server_config: Any) -> tuple[str, FakeEngineClient]:
-        config = GatewayConfig(server=ServerConfig(**server_config))
-        engine = FakeEngineClient(config=config)
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        servers.append(await run_server(ServerState(config, engine), listener))
-        return url, engine
-
-    yield start
-    for server in servers:
-        await server.stop(1.0)
 
 
 def free_url() -> str:
@@ -60,8 +37,9 @@ async def run_command(*words: str) -> int:
     return await asyncio.wait_for(asyncio.to_thread(args.run, args), DEADLINE_S)
 
 
-async def test_json_is_the_document_and_the_exit_code_tells_health(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
-    url, engine = await serve()
+async def test_json_is_the_document_and_the_exit_code_tells_health(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    served = await serve()
+    url, engine = served.url, served.engine
     for state, ranks, code in [
         ("ready", ("ready", "ready"), 0),
         ("degraded", ("ready", "dead"), 1),
@@ -85,8 +63,8 @@ async def test_an_unreachable_endpoint_is_exit_code_two_with_a_reason(capsys: py
     assert "unreachable" in capsys.readouterr().out
 
 
-async def test_several_endpoints_are_one_frame_and_one_list(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
-    (first, _), (second, _) = await serve(), await serve()
+async def test_several_endpoints_are_one_frame_and_one_list(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (await serve()).url, (await serve()).url
     assert await run_command("--url", first, "--url", second, "--once") == 0
     out = capsys.readouterr().out
     assert "0/0" in out
@@ -98,9 +76,9 @@ async def test_several_endpoints_are_one_frame_and_one_list(serve: Serve, capsys
 
 
 async def test_the_key_comes_from_the_flag_or_the_environment(
-    serve: Serve, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    serve: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, _ = await serve(api_key=("secret",))
+    url = (await serve(api_key=("secret",))).url
     assert await run_command("--url", url, "--once") == 2
     assert "--api-key" in capsys.readouterr().out
     assert await run_command("--url", url, "--once", "--api-key", "secret") == 0
@@ -108,9 +86,10 @@ async def test_the_key_comes_from_the_flag_or_the_environment(
     assert await run_command("--url", url, "--once") == 0
 
 
-async def test_the_board_goes_on_through_an_outage(serve: Serve) -> None:
+async def test_the_board_goes_on_through_an_outage(serve: Any) -> None:
     """Frames come although the endpoint is away, and show it again when it is back."""
-    url, engine = await serve()
+    served = await serve()
+    url, engine = served.url, served.engine
     for is_terminal in (True, False):
         console = Console(file=StringIO(), width=100, force_terminal=is_terminal)
         latest: list[Reading] = []
