@@ -121,7 +121,7 @@ class PrefixDecoder:
 
 
 def _behind(shown: str, text: str) -> str:
-    """What `text` says beyond `shown`. They differ at once only where `shown` ends in the replacement of a broken character."""
+    """What `text` says beyond `shown`. They differ only where `shown` ends in the replacement of a broken character."""
     num_same = len(shown)
     while not text.startswith(shown[:num_same]):
         num_same -= 1
@@ -171,7 +171,7 @@ class IncrementalDetokenizer:
 
     def finish(self) -> Released:
         """All that is held back: no more ids will come."""
-        text = self._decoder.flush()
+        text = "" if self.stop_string is not None else self._decoder.flush()
         if self._matcher is not None and self.stop_string is None:
             text = self._match(self._matcher, text) + self._matcher.take_held()
         ids, self._ids = self._ids, []

@@ -328,6 +328,7 @@ class OutputProcessor:
 
     def check_invariants(self) -> None:
         assert self._streams.keys() == {i for ids in self._internal_ids.values() for i in ids}
+        assert all(self._internal_ids.values()), "an external id is kept without a request"
         for internal_id, stream in self._streams.items():
             assert stream.internal_id == internal_id
             assert internal_id in self._internal_ids[stream.external_id]

@@ -167,7 +167,7 @@ def _cut_behind_final_message(text: str) -> str:
         raise InvalidRequestError(
             "continue_final_message: the chat template does not show the final message's content", "continue_final_message"
         )
-    return text[:cut]
+    return text[:cut].replace(_END_OF_CONTENT, "")  # a template may show it elsewhere, too
 
 
 def _raise_exception(message: str) -> NoReturn:

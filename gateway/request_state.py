@@ -58,7 +58,7 @@ class RequestStream:
     def put_aborted(self) -> None:
         """Ends all open sequences with one last output that holds what they have."""
         completions = [state.finish("abort", None) for state in sorted(self.states.values(), key=lambda state: state.index)]
-        self.num_open -= len(completions)
+        self.num_open = 0
         if self.waits_for_all and self.parent is not None:
             for completion in completions:
                 completions = self.parent.record(completion) or completions  # the last one gives them all

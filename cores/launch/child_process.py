@@ -12,8 +12,9 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 NUM_LAST_LINES = 20
@@ -59,8 +60,13 @@ class ChildProcess:
         child = cls(name, process, answers=answers)
         assert process.stdin is not None
         process.stdin.write(json.dumps(task).encode() + b"\n")
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead already: `wait` will say how
+        try:
             await process.stdin.drain()
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # dead already: `wait` will say how
+        except BaseException:
+            await child.kill()  # nobody else knows of it
+            raise
         return child
 
     @property
@@ -155,8 +161,21 @@ def read_task() -> dict[str, Any]:
     return task
 
 
+def end_with_parent(last_deed: Callable[[], object] = lambda: None) -> None:
+    """The child's side of the open pipe: ends this process at the end of file on stdin, whatever its threads do."""
+
+    def watch() -> None:
+        # Not through `sys.stdin`: a daemon thread that holds its lock is a fatal error when the interpreter ends.
+        while os.read(0, 4096):
+            pass
+        last_deed()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
 async def parent_died() -> None:
-    """The child's side of the open pipe: returns at the end of file on stdin."""
+    """The same for a child that ends in order: returns at the end of file on stdin."""
     loop = asyncio.get_running_loop()
     gone = loop.create_future()
 

@@ -93,7 +93,7 @@ class RayRank:
         except RayTaskError as error:
             end = RankExit(f"process {self._process}: {type(error.cause).__name__}: {error.cause}")
         except RayActorError as error:
-            end = RankExit(f"process {self._process} died: {_summary(str(error))}", abrupt=True)
+            end = RankExit(f"process {self._process} was killed or crashed; Ray says: {_summary(str(error))}", abrupt=True)
         await self._remove()
         return end
 
@@ -229,6 +229,7 @@ class RayActorLauncher:
 
 def _join(address: str, namespace: str) -> str:
     """Connects this process and returns the id of its node."""
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that SIGTERM is not its own; we mean that
     ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
     return str(ray.get_runtime_context().get_node_id())
 

@@ -16,14 +16,13 @@ import secrets
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
 
-from cores.launch.child_process import ChildProcess, read_task
+from cores.launch.child_process import ChildProcess, end_with_parent, read_task
 from cores.launch.interface import LaunchError
 
 START_TIMEOUT_S = 90.0
@@ -90,7 +89,7 @@ def main() -> None:
     directory = Path(read_task()["directory"])
     _adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: _end())
-    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    end_with_parent(_end)
     _answer(_start_ray(directory))
     while True:
         signal.pause()
@@ -126,12 +125,6 @@ def _start_ray(directory: Path) -> dict[str, str]:
 
 def _answer(value: dict[str, Any]) -> None:
     print(json.dumps(value), flush=True)
-
-
-def _end_with_parent() -> None:
-    while os.read(0, 4096):
-        pass
-    _end()
 
 
 def _end() -> NoReturn:

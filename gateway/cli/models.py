@@ -16,7 +16,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("list", help="print the known models and which are on this machine")
     for action, text in (("pull", "download and convert a model, once"), ("path", "print the directory of a pulled model")):
-        actions.add_parser(action, help=text).add_argument("name", metavar="NAME", help=f"one of: {', '.join(CATALOGUE)}")
+        actions.add_parser(action, help=text).add_argument(
+            "name", metavar="NAME", choices=list(CATALOGUE), help="one of: %(choices)s"
+        )
     parser.set_defaults(run=run)
 
 

@@ -8,21 +8,19 @@ The configuration does not go on the command line, where everybody could read th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import logging
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 from cores.config import from_plain
-from cores.launch.child_process import parent_died, read_task
+from cores.launch.child_process import read_task
 from gateway.config import GatewayConfig
 from gateway.launch.launcher import Launcher
 from gateway.launch.ranks import make_rank_launcher
-from gateway.launch.serve import EXIT_FAILED, StopSignals, cancelled_at_exit, run, serve, stop_or_kill
+from gateway.launch.serve import live, serve
 from gateway.log import set_up_logging
-
-logger = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -31,27 +29,16 @@ def main() -> int:
     if task["kind"] == "endpoint":
         return serve(config, is_child=True)
     set_up_logging(config.log_level)
-    return asyncio.run(_run_embedded(config, Path(task["run_directory"])))
+    stdout = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # the answer below is all that the parent reads there
+        return asyncio.run(_run_embedded(config, Path(task["run_directory"]), stdout))
 
 
-async def _run_embedded(config: GatewayConfig, run_directory: Path) -> int:
-    signals = StopSignals()
+async def _run_embedded(config: GatewayConfig, run_directory: Path, stdout: TextIO) -> int:
     launcher = Launcher(config, make_rank_launcher(config, run_directory), run_directory)
     launcher.open()
-    _answer({"control_address": launcher.control_address})
-    orphaned = asyncio.ensure_future(parent_died())
-    with cancelled_at_exit(orphaned):
-        cause = await run(launcher, signals, orphaned, lambda: None)
-        if not await stop_or_kill(launcher, 0.0, signals):
-            return 128 + signals.last
-    if cause:
-        logger.error("%s", cause)
-        return EXIT_FAILED
-    return 0
-
-
-def _answer(value: dict[str, Any]) -> None:
-    print(json.dumps(value), flush=True)
+    print(json.dumps({"control_address": launcher.control_address}), file=stdout, flush=True)
+    return await live(launcher, lambda: None, drain_timeout_s=0.0, ends_with_stdin=True)
 
 
 if __name__ == "__main__":

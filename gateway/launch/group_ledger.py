@@ -115,7 +115,7 @@ class GroupLedger:
         self._move(rank_id.rank, "died")
         self._ranks[rank_id.rank].cause = cause
         if not self._was_up:
-            self.failed = cause
+            self.failed = f"rank {rank_id.rank} did not start: {cause}"
             return StartFailed()
         return self._restart_or_give_up(rank_id.rank, now)
 
@@ -141,7 +141,7 @@ class GroupLedger:
             return Restart(FIRST_BACKOFF_S * 2**num_recent)
         is_last = self._is_nobody_left()
         if is_last:
-            self.failed = r.cause
+            self.failed = f"no rank is left; rank {rank} was the last to die: {r.cause}"
         return GivenUp(is_last)
 
     def _is_nobody_left(self) -> bool:

@@ -7,7 +7,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,11 +72,13 @@ class RankSupervisor:
         launcher: RankLauncher,
         on_change: Callable[[GroupState], None],
         on_no_rank_left: Callable[[str], None],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._ledger = ledger
         self._launcher = launcher
         self._on_change = on_change
         self._on_no_rank_left = on_no_rank_left
+        self._sleep = sleep
         self._plan: RankPlan | None = None
         self._lives: dict[int, _Life] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -145,7 +147,7 @@ class RankSupervisor:
             await self._bury(life)
             if not isinstance(verdict, Restart):
                 return
-            await asyncio.sleep(verdict.delay_s)
+            await self._sleep(verdict.delay_s)
 
     async def _live(self, life: _Life) -> str:
         """One life, from the start of its process to the first proof of its death. Returns the cause."""
@@ -202,11 +204,10 @@ class RankSupervisor:
                 logger.error("%s died, its next life begins in %g s: %s", rank_id, delay_s, cause)
             case StartFailed():
                 logger.error("%s died while the group was starting", rank_id)
-                self._on_no_rank_left(cause)
-            case GivenUp(is_last=is_last):
+            case GivenUp():
                 logger.error("%s died and stays dead: %s", rank_id, cause)
-                if is_last:
-                    self._on_no_rank_left(cause)
+        if self._ledger.failed is not None:
+            self._on_no_rank_left(self._ledger.failed)
 
     # --- the end ---
 

@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from cores.launch.child_process import parent_died
 from gateway.config import ConfigError, GatewayConfig
@@ -39,9 +39,11 @@ def serve(config: GatewayConfig, *, is_child: bool = False) -> int:
         return _refuse(error, EXIT_USAGE)
     except listening.ListenError as error:
         return _refuse(error, EXIT_FAILED)
+    stdout = sys.stdout
     try:
-        with RunDirectory() as directory:
-            return asyncio.run(_serve(config, listener, directory.path, is_child=is_child))
+        # Ray prints what happens to workers on stdout. People parse ours: the ready line is all that may stand there.
+        with RunDirectory() as directory, contextlib.redirect_stdout(sys.stderr):
+            return asyncio.run(_serve(config, listener, directory.path, stdout, is_child=is_child))
     finally:
         listening.close(listener)
 
@@ -62,17 +64,27 @@ def _refuse(error: Exception, code: int) -> int:
     return code
 
 
-async def _serve(config: GatewayConfig, listener: socket.socket, run_directory: Path, *, is_child: bool) -> int:
-    signals = StopSignals()
+async def _serve(config: GatewayConfig, listener: socket.socket, run_directory: Path, stdout: TextIO, *, is_child: bool) -> int:
     url = listening.url(listener, config.server)
     launcher = Launcher(config, make_rank_launcher(config, run_directory), run_directory, listener, url)
     launcher.open()
-    orphaned = asyncio.ensure_future(parent_died()) if is_child else asyncio.get_running_loop().create_future()
-    with cancelled_at_exit(orphaned):
-        cause = await run(launcher, signals, orphaned, lambda: ready_line(url, launcher.mode, len(config.parallel.ranks)))
-        drain_s = 0.0 if cause or orphaned.done() else config.server.shutdown_timeout
-        if not await stop_or_kill(launcher, drain_s, signals):
-            return 128 + signals.last
+
+    def announce() -> None:
+        print(f"gateway ready: {url}  mode={launcher.mode}  ranks={len(config.parallel.ranks)}", file=stdout, flush=True)
+
+    return await live(launcher, announce, config.server.shutdown_timeout, ends_with_stdin=is_child)
+
+
+async def live(launcher: Launcher, announce: Callable[[], None], drain_timeout_s: float, *, ends_with_stdin: bool) -> int:
+    """A launcher's life from start to exit code. `announce` is called once it serves."""
+    signals = StopSignals()
+    orphaned = asyncio.ensure_future(parent_died() if ends_with_stdin else asyncio.Event().wait())
+    asked = asyncio.create_task(signals.asked.wait())
+    with cancelled_at_exit(orphaned, asked):
+        cause = await _until_told_to_stop(launcher, announce, {orphaned, asked})
+        drain_s = 0.0 if cause or orphaned.done() else drain_timeout_s
+    if not await _stop_or_kill(launcher, drain_s, signals):
+        return 128 + signals.last
     if cause:
         # The last words of the log, after those of all that was ended because of it.
         logger.error("%s", cause)
@@ -80,31 +92,24 @@ async def _serve(config: GatewayConfig, listener: socket.socket, run_directory: 
     return 0
 
 
-async def run(
-    launcher: Launcher, signals: StopSignals, orphaned: asyncio.Future[Any], announcement: Callable[[], str | None]
-) -> str | None:
+async def _until_told_to_stop(launcher: Launcher, announce: Callable[[], None], told: set[asyncio.Future[Any]]) -> str | None:
     """Starts and serves. Returns the cause of a failure, None when it was told to stop."""
     start = asyncio.create_task(launcher.start())
-    asked = asyncio.create_task(signals.asked.wait())
-    with cancelled_at_exit(start, asked):
-        await asyncio.wait({start, asked, orphaned}, return_when=asyncio.FIRST_COMPLETED)
-        if not start.done():
-            return None
-        try:
-            start.result()
-        except StartError as error:
-            return str(error)
-        if line := announcement():
-            print(line, flush=True)
-        await asyncio.wait({asked, orphaned, launcher.failure}, return_when=asyncio.FIRST_COMPLETED)
-        return launcher.failure.result() if launcher.failure.done() else None
+    await asyncio.wait({start, *told}, return_when=asyncio.FIRST_COMPLETED)
+    if not start.done():
+        start.cancel()
+        await asyncio.wait({start})
+        return None
+    try:
+        start.result()
+    except StartError as error:
+        return str(error)
+    announce()
+    await asyncio.wait({launcher.failure, *told}, return_when=asyncio.FIRST_COMPLETED)
+    return launcher.failure.result() if launcher.failure.done() else None
 
 
-def ready_line(url: str, mode: str, num_ranks: int) -> str:
-    return f"gateway ready: {url}  mode={mode}  ranks={num_ranks}"
-
-
-async def stop_or_kill(launcher: Launcher, drain_timeout_s: float, signals: StopSignals) -> bool:
+async def _stop_or_kill(launcher: Launcher, drain_timeout_s: float, signals: StopSignals) -> bool:
     """Stops in order; a second signal ends it at once. True when it was in order."""
     stop = asyncio.create_task(launcher.stop(drain_timeout_s))
     hurry = asyncio.create_task(signals.asked_twice.wait())

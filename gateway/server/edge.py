@@ -22,6 +22,8 @@ SERVER_NAME = f"gateway/{__version__}"
 
 @web.middleware
 async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
+    busy_connections = request.app[STATE].busy_connections
+    busy_connections.add(request.protocol)
     try:
         request[REQUEST_ID] = _request_id(request)
         _authorize(request)
@@ -32,6 +34,8 @@ async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
         failure = to_failure(error, f"{request.method} {request.path}")
         _log(request, failure, error)
         return failure.response()
+    finally:
+        busy_connections.discard(request.protocol)
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -12,10 +13,11 @@ from gateway.outputs import RequestOutput
 from gateway.server.answers import Answer, ApiShape, whole_answer
 from gateway.server.failure import to_failure
 from gateway.server.sse import StreamEncoder
-from gateway.server.state import REQUEST_ID
+from gateway.server.state import REQUEST_ID, STATE
 
 logger = logging.getLogger(__name__)
 
+CLOSE_DELAY_S = 0.25
 RANK_HEADER = "X-Gateway-Rank"
 SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -54,7 +56,7 @@ async def _stream(
             raise
         except Exception as error:
             end = _last_words(request, error)
-            response.force_close()
+            _close_when_idle(request)
         await response.write_eof(end)
     except ClientConnectionResetError:
         logger.debug("request %s: the client is gone", request[REQUEST_ID])
@@ -91,6 +93,18 @@ def _last_words(request: web.Request, error: Exception) -> bytes:
     log = logger.exception if failure.is_bug else logger.warning
     log("request %s failed in its stream: %s: %s", request[REQUEST_ID], failure.type, error)
     return failure.event()
+
+
+def _close_when_idle(request: web.Request) -> None:
+    """The connection ends after an error, but not at once: its headers promised to keep it, and a client that trusts them and
+    sends its next request at the same moment would lose that one too. One that does so goes on."""
+    protocol, busy_connections = request.protocol, request.app[STATE].busy_connections
+
+    def close_if_idle() -> None:
+        if protocol not in busy_connections:
+            protocol.force_close()  # after what is still buffered has gone out
+
+    asyncio.get_running_loop().call_later(CLOSE_DELAY_S, close_if_idle)
 
 
 def _rank_header(output: RequestOutput) -> dict[str, str]:

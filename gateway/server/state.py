@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ class ServerState:
     max_body_bytes: int = 64 * 1024 * 1024
     body_timeout_s: float = 60.0  # for the whole body, from its headers on
     num_in_flight: int = 0  # inference requests of this server
+    busy_connections: set[asyncio.BaseProtocol] = field(default_factory=set)  # those with a request under way
     started_s: float = field(default_factory=time.monotonic)
     keys: KeyRing = field(init=False)
 

@@ -22,7 +22,7 @@ ids_strategy = st.lists(st.integers(0, TOKENIZER.vocab_size + 3), max_size=30)
 # The bytes of these and of their halves meet often enough to make characters, broken characters and stop strings.
 FEW_TOKENS = [*TOKENIZER.encode("日é🙂\xa0", False), *TOKENIZER.encode("ab<", False), EOS]
 few_ids = st.lists(st.sampled_from(FEW_TOKENS), max_size=24)
-few_stops = st.lists(st.text("ab<é日", min_size=1, max_size=4), max_size=3).map(tuple)
+few_stops = st.lists(st.text("ab<é日\ufffd", min_size=1, max_size=4), max_size=3).map(tuple)
 
 
 def stable_text(ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -115,6 +115,12 @@ def test_a_prompts_broken_character_is_not_shown_either() -> None:
     assert detokenize(rest, prompt) == ("ab", rest, None)
 
 
+def test_a_byte_that_comes_too_late_does_not_complete_the_prompts_character() -> None:
+    *prompt, last = TOKENIZER.encode("日", False)
+    letter = TOKENIZER.encode("a", False)
+    assert detokenize([*letter, last], prompt) == ("a\ufffd", [*letter, last], None)
+
+
 @given(few_ids, few_ids)
 def test_prompt_and_output_decode_together(prompt: list[int], ids: list[int]) -> None:
     """What is shown is what the output adds to the prompt's own text."""
@@ -125,6 +131,20 @@ def test_prompt_and_output_decode_together(prompt: list[int], ids: list[int]) ->
     else:  # the output completes a character of which the prompt alone shows U+FFFD
         assert shown.endswith("\ufffd")
         assert detokenize(ids, prompt)[0] == together[len(shown) - 1 :]
+
+
+def test_a_character_begun_behind_a_stop_string_is_not_shown() -> None:
+    backend = make_tiny_tokenizer()
+    backend.add_tokens(["bæ"])  # as a byte-level token: "b" and the first byte of 日
+    tokenizer = Tokenizer(backend)
+    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(stop=("b",)), [])
+    assert detokenizer.push(tokenizer.vocab_size - 1) == ("", [tokenizer.vocab_size - 1])
+    assert detokenizer.finish() == ("", [])
+
+
+def test_the_replacement_of_a_cut_off_character_may_complete_a_stop_string() -> None:
+    ids = TOKENIZER.encode("a日", False)[:-1]
+    assert detokenize(ids, stop=("a\ufffd",)) == ("", ids, "a\ufffd")
 
 
 def test_a_hidden_stop_token_has_an_id_but_no_text() -> None:
@@ -191,8 +211,9 @@ def test_without_a_byte_table_the_first_space_after_a_prompt_is_kept(prompt: str
     assert run(SENTENCEPIECE, ids, prompt_ids) == " a" + text
 
 
-def test_without_a_byte_table_special_tokens_inside_are_skipped() -> None:
-    ids = [*SENTENCEPIECE.encode("a", False), 2, *SENTENCEPIECE.encode("日b", False)]
+@pytest.mark.parametrize("num_special", [1, 20])
+def test_without_a_byte_table_special_tokens_inside_are_skipped(num_special: int) -> None:
+    ids = [*SENTENCEPIECE.encode("a", False), *[2] * num_special, *SENTENCEPIECE.encode("日b", False)]
     assert run(SENTENCEPIECE, ids) == "a 日b"
 
 

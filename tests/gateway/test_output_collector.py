@@ -14,6 +14,7 @@ from gateway.errors import EngineGenerateError
 from gateway.output_collector import RequestOutputCollector
 from gateway.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestStats
 
+TIMEOUT_S = 30.0  # of waits that a bug would make endless
 DELTA, CUMULATIVE = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
 
 
@@ -102,7 +103,7 @@ async def test_a_waiting_reader_wakes_for_an_output(collector: RequestOutputColl
     await asyncio.sleep(0)
     assert not reader.done()
     collector.put(make_output(delta("a", 1)))
-    assert await reader == make_output(delta("a", 1))
+    assert await asyncio.wait_for(reader, TIMEOUT_S) == make_output(delta("a", 1))
 
 
 async def test_a_waiting_reader_wakes_for_an_error(collector: RequestOutputCollector) -> None:
@@ -110,7 +111,7 @@ async def test_a_waiting_reader_wakes_for_an_error(collector: RequestOutputColle
     await asyncio.sleep(0)
     collector.put_error(EngineGenerateError("broken"))
     with pytest.raises(EngineGenerateError, match="broken"):
-        await reader
+        await asyncio.wait_for(reader, TIMEOUT_S)
 
 
 async def test_outputs_put_before_a_woken_reader_runs_are_in_its_one_read() -> None:
@@ -119,7 +120,7 @@ async def test_outputs_put_before_a_woken_reader_runs_are_in_its_one_read() -> N
     await asyncio.sleep(0)
     collector.put(make_output(delta("a", 1)))
     collector.put(make_output(delta("b", 2)))
-    assert (await reader).outputs[0].text == "ab"
+    assert (await asyncio.wait_for(reader, TIMEOUT_S)).outputs[0].text == "ab"
 
 
 async def test_a_cancelled_read_loses_nothing(collector: RequestOutputCollector) -> None:
@@ -129,7 +130,7 @@ async def test_a_cancelled_read_loses_nothing(collector: RequestOutputCollector)
     reader.cancel()  # between the wake-up and the read
     with pytest.raises(asyncio.CancelledError):
         await reader
-    assert await collector.get() == make_output(delta("a", 1))
+    assert await asyncio.wait_for(collector.get(), TIMEOUT_S) == make_output(delta("a", 1))
 
 
 @given(st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 2), st.text("ab", max_size=3))), max_size=20))

@@ -226,7 +226,7 @@ def test_tokens_behind_a_stop_string_in_the_same_row_do_not_count(processor: Out
 
 
 def test_a_stop_string_before_min_tokens_is_text(processor: OutputProcessor) -> None:
-    sink = add_request(processor, 1, stop=("b",), min_tokens=3)
+    sink = add_request(processor, 1, stop=("b",), min_tokens=2)
     feed_text(processor, 1, "abcb")
     assert (sink.text(), sink.completions()[-1].stop_reason) == ("abc", "b")
 

@@ -172,6 +172,12 @@ def test_a_template_that_trims_still_ends_with_the_message() -> None:
     assert render(template, CHAT, add_generation_prompt=False, continue_final_message=True) == "[count][one, two, "
 
 
+def test_a_template_that_shows_the_final_message_twice_ends_with_the_second() -> None:
+    template = "about {{ messages[-1].content }}: [{{ messages[-1].content }}]"
+    text = render(template, CHAT[1:], add_generation_prompt=False, continue_final_message=True)
+    assert text == "about one, two, : [one, two, "
+
+
 def test_a_template_that_hides_the_final_message_cannot_continue_it() -> None:
     with pytest.raises(InvalidRequestError, match="does not show the final message") as caught:
         render("{{ messages[0].content }}", CHAT, add_generation_prompt=False, continue_final_message=True)

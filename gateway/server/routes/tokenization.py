@@ -32,7 +32,7 @@ async def tokenize(request: web.Request) -> web.Response:
         raise InvalidRequestError("exactly one of prompt and messages is required", "prompt")
     ids: Sequence[int]
     if body.prompt is not None:
-        ids = await engine.renderer.encode_async(body.prompt, body.add_special_tokens is not False)
+        ids: Sequence[int] = await engine.renderer.encode_async(body.prompt, body.add_special_tokens is not False)
     else:
         ids = (await chat_prompt(body, engine.renderer)).token_ids
     tokenizer = engine.renderer.tokenizer

@@ -50,7 +50,7 @@ def test_death_before_the_group_was_up_fails_the_start_with_its_cause(group: Gro
     group.ledger.begin(0)
     second = group.ledger.begin(1)
     assert group.ledger.on_death(second, "no memory", now=0.0) == StartFailed()
-    assert group.ledger.snapshot().failed == "no memory"
+    assert group.ledger.snapshot().failed == "rank 1 did not start: no memory"
 
 
 def test_dead_rank_is_restarted_with_the_next_epoch_and_later_each_time(group: Group) -> None:
@@ -90,7 +90,7 @@ def test_last_death_without_a_restart_fails_the_group() -> None:
     first, second = group.bring_up()
     assert group.ledger.on_death(first, "one", now=0.0) == GivenUp(is_last=False)
     assert group.ledger.on_death(second, "two", now=0.0) == GivenUp(is_last=True)
-    assert group.ledger.failed == "two"
+    assert group.ledger.failed == "no rank is left; rank 1 was the last to die: two"
     group.ledger.check_invariants()
 
 

@@ -14,6 +14,7 @@ from aiohttp import ClientSession, UnixConnector
 from gateway.config import GatewayConfig
 from gateway.errors import EngineDeadError, EngineGenerateError, OverloadedError
 from gateway.server import ServerState, run_server
+from gateway.server.responding import CLOSE_DELAY_S
 from gateway.testing import FakeEngineClient, FakeRequest, says, waits
 
 CHAT = "/v1/chat/completions"
@@ -103,6 +104,22 @@ async def test_an_error_in_a_stream_is_its_last_event_and_ends_the_connection(se
     assert error["code"] == "engine_dead"
     assert data.endswith(b"0\r\n\r\n"), "the body must still end in order"
     writer.close()
+
+
+async def test_a_client_that_goes_on_at_once_after_an_error_keeps_its_connection(serve: Any) -> None:
+    """Its next request must not be lost to a connection that is just being closed."""
+    served = await serve(waits)
+    reader, writer = await served.raw(raw_chat(stream=True))
+    for number in range(3):
+        request = await served.engine.next_request(number)
+        request.put("Hel")
+        request.fail(EngineDeadError("rank 0 died"))
+        await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), DEADLINE_S)
+        writer.write(raw_chat(stream=True))
+    request = await served.engine.next_request(3)
+    await asyncio.sleep(2 * CLOSE_DELAY_S)  # what is being tested is that nothing happens then
+    request.put("lo", finish_reason="stop")
+    assert b"[DONE]" in await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), DEADLINE_S)
 
 
 async def test_a_bug_in_a_stream_tells_the_client_nothing_but_that(serve: Any, caplog: Any) -> None:

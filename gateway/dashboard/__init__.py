@@ -1,0 +1,1 @@
+"""`gateway status`: `feed` reads status documents, `view` draws them, `live` keeps the drawing fresh."""

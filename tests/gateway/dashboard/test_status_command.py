@@ -1,0 +1,171 @@
+"""`gateway status` against real endpoints."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import socket
+from collections.abc import Callable
+from io import StringIO
+from typing import Any
+
+import pytest
+from aiohttp import web
+from rich.console import Console
+
+from gateway.cli import status as command
+from gateway.dashboard.feed import Reading, StatusFeed, exit_code, parse
+from gateway.dashboard.live import watch
+from gateway.status import RankStatus
+
+DEADLINE_S = 20.0
+
+
+def free_url() -> str:
+    """Where nobody listens: the port was ours a moment ago."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+
+async def run_command(*words: str) -> int:
+    """In a thread, as the server of the test has this loop."""
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["status", *words])
+    return await asyncio.wait_for(asyncio.to_thread(args.run, args), DEADLINE_S)
+
+
+async def test_json_is_the_document_and_the_exit_code_tells_health(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    served = await serve()
+    url, engine = served.url, served.engine
+    for state, ranks, code in [
+        ("ready", ("ready", "ready"), 0),
+        ("degraded", ("ready", "dead"), 1),
+        ("degraded", ("ready", "suspect"), 1),
+        ("draining", ("ready",), 1),
+        ("dead", ("dead",), 2),
+    ]:
+        engine.state = state
+        engine.ranks = tuple(RankStatus(rank=i, epoch=1, state=rank) for i, rank in enumerate(ranks))
+        assert await run_command("--url", url, "--json") == code
+        assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(engine.status().to_document()))
+
+
+async def test_an_unreachable_endpoint_is_exit_code_two_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    url = free_url()
+    assert await run_command("--url", url, "--json") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert url in captured.err
+    assert await run_command("--url", url, "--once") == 2
+    assert "unreachable" in capsys.readouterr().out
+
+
+async def test_several_endpoints_are_one_frame_and_one_list(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (await serve()).url, (await serve()).url
+    assert await run_command("--url", first, "--url", second, "--once") == 0
+    out = capsys.readouterr().out
+    assert "0/0" in out
+    assert "1/0" in out
+    assert await run_command("--url", first, "--url", free_url(), "--json") == 2
+    documents = json.loads(capsys.readouterr().out)
+    assert documents[0]["model"] == "fake"
+    assert set(documents[1]) == {"url", "error"}
+
+
+async def test_the_key_comes_from_the_flag_or_the_environment(
+    serve: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = (await serve(api_key=("secret",))).url
+    assert await run_command("--url", url, "--once") == 2
+    assert "--api-key" in capsys.readouterr().out
+    assert await run_command("--url", url, "--once", "--api-key", "secret") == 0
+    monkeypatch.setenv("GATEWAY_API_KEY", "secret")
+    assert await run_command("--url", url, "--once") == 0
+
+
+async def test_the_board_goes_on_through_an_outage(serve: Any) -> None:
+    """Frames come although the endpoint is away, and show it again when it is back."""
+    served = await serve()
+    url, engine = served.url, served.engine
+    for is_terminal in (True, False):
+        console = Console(file=StringIO(), width=100, force_terminal=is_terminal)
+        latest: list[Reading] = []
+        async with StatusFeed([url, free_url()]) as feed:
+            watching = asyncio.ensure_future(watch(console, feed, 0.01, latest))
+            await until(lambda latest=latest: bool(latest) and latest[0].status is not None)
+            engine.state = "draining"
+            await until(lambda latest=latest: latest[0].status is not None and latest[0].status.state == "draining")
+            assert latest[1].error is not None
+            engine.state = "ready"
+            await until(lambda latest=latest: latest[0].status is not None and latest[0].status.state == "ready")
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        assert isinstance(console.file, StringIO)
+        assert "draining" in console.file.getvalue()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110  # frames come when they come: there is no event
+            await asyncio.sleep(0.005)
+
+
+async def test_what_answers_but_is_no_gateway_is_an_error_not_a_crash() -> None:
+    async def page(_request: web.Request) -> web.Response:
+        return web.Response(text="<html>hello</html>")
+
+    app = web.Application()
+    app.router.add_get("/status", page)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    await web.SockSite(runner, listener).start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    async with StatusFeed([url, url + "/elsewhere"]) as feed:
+        html, missing = await feed.read()
+    assert "is no gateway" in (html.error or "")
+    assert missing.error == "answered 404 Not Found"
+    await runner.cleanup()
+
+
+async def test_a_server_that_never_answers_is_given_up() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        async with StatusFeed([f"http://127.0.0.1:{listener.getsockname()[1]}"], timeout_s=0.05) as feed:
+            (reading,) = await feed.read()
+    assert reading.error == "no answer within 0.05 s"
+
+
+def test_documents_of_other_versions_are_read() -> None:
+    rank = {"rank": 0, "epoch": 1, "state": "ready", "novel": True}
+    document = {"version": "9", "mode": "m", "model": "x", "uptime_s": 1, "state": "ready", "new_field": 1, "ranks": [rank]}
+    reading = parse("http://h", json.dumps(document).encode())
+    assert reading.status is not None
+    assert reading.document is not None
+    assert reading.status.ranks[0].state == "ready"
+    assert reading.document["new_field"] == 1
+    assert exit_code([reading]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "url"), [("h:80", "http://h:80"), ("https://h/", "https://h"), ("http://[::1]:8000", "http://[::1]:8000")]
+)
+def test_urls_may_leave_out_the_scheme(text: str, url: str) -> None:
+    assert command.base_url(text) == url
+
+
+@pytest.mark.parametrize("bad", ["", "ftp://h", "http://", "http://h:port", "http://h:99999"])
+def test_bad_urls_are_usage_errors(bad: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        command.base_url(bad)
+
+
+@pytest.mark.parametrize("bad", ["0", "-1", "x", "nan", "1e9"])
+def test_bad_intervals_are_usage_errors(bad: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        command.interval(bad)

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from cores.config import EngineConfig, EngineLaunch, FrontEndAddress
+from cores.launch.interface import LaunchError, RankExit, RankHandle
+from cores.messages import EngineCoreDead, EngineReady, GroupState, RankDied, RankId
+from gateway.launch.group_ledger import GroupLedger
+from gateway.launch.rank_supervisor import RankPlan, RankSupervisor
+
+FRONT_END = FrontEndAddress(index=0, input_address="ipc://in", output_address="ipc://out")
+
+
+class FakeRank:
+    """A rank that lives until the test ends it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid: int | None = pid
+        self.node = "here"
+        self.was_killed = False
+        self._end: asyncio.Future[RankExit] = asyncio.get_running_loop().create_future()
+
+    def end(self, cause: str, *, abrupt: bool = True) -> None:
+        if not self._end.done():
+            self._end.set_result(RankExit(cause, abrupt))
+
+    async def wait(self) -> RankExit:
+        return await asyncio.shield(self._end)
+
+    async def kill(self) -> None:
+        self.was_killed = True
+        self.end("killed")
+
+
+class FakeRankLauncher:
+    def __init__(self) -> None:
+        self.launches: list[EngineLaunch] = []
+        self.lives: dict[RankId, FakeRank] = {}
+        self.refusal: str | None = None
+
+    async def open(self) -> None: ...
+
+    async def start(self, launch: EngineLaunch) -> RankHandle:
+        if self.refusal is not None:
+            raise LaunchError(self.refusal)
+        self.launches.append(launch)
+        rank_id = RankId(launch.rank, launch.epoch)
+        self.lives[rank_id] = FakeRank(1000 + len(self.lives))
+        return self.lives[rank_id]
+
+    async def close(self) -> None: ...
+
+
+class Group:
+    """A supervisor over fake ranks; what it says and how long it would have slept is kept."""
+
+    def __init__(self, num_ranks: int, *, max_restarts: int = 3, ready_timeout_s: float = 60.0) -> None:
+        self.launcher = FakeRankLauncher()
+        self.states: list[GroupState] = []
+        self.failures: list[str] = []
+        self.sleeps: list[float] = []
+        self.ledger = GroupLedger(range(num_ranks), max_restarts)
+        self.supervisor = RankSupervisor(self.ledger, self.launcher, self.states.append, self.failures.append, self._sleep)
+        self.plan = RankPlan(EngineConfig(), "ipc://control", (FRONT_END,), 1, 0, ready_timeout_s)
+        self._num_ranks = num_ranks
+
+    async def _sleep(self, delay_s: float) -> None:
+        self.sleeps.append(delay_s)
+
+    def start(self) -> None:
+        self.supervisor.start(self.plan, tuple(range(self._num_ranks)))
+
+    def say_ready(self, rank: int, epoch: int = 1) -> None:
+        self.supervisor.on_message(
+            EngineReady(
+                rank_id=RankId(rank, epoch),
+                pid=1,
+                node="here",
+                device="cpu",
+                max_model_len=1,
+                vocab_size=1,
+                eos_token_ids=(),
+                block_size=1,
+                num_kv_blocks=1,
+                max_num_seqs=1,
+                max_num_batched_tokens=1,
+            )  # fmt: skip
+        )
+
+    async def bring_up(self) -> None:
+        self.start()
+        for rank in range(self._num_ranks):
+            await self.until(lambda rank=rank: RankId(rank, 1) in self.launcher.lives)  # type: ignore[misc]
+            self.say_ready(rank)
+        await self.supervisor.up.wait()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Lets the tasks run until it holds. No time passes: nothing here waits for a clock."""
+        for _ in range(1000):
+            if condition():
+                return
+            await asyncio.sleep(0)
+        pytest.fail("it does not come true")
+
+    def state(self, rank: int) -> str:
+        return self.states[-1].ranks[rank].state
+
+
+@pytest.fixture
+async def group() -> AsyncIterator[Group]:
+    group = Group(2)
+    yield group
+    await group.supervisor.stop(0.0)
+    group.ledger.check_invariants()
+
+
+async def test_all_ranks_start_at_once_and_the_group_is_up_when_all_are_ready(group: Group) -> None:
+    group.start()
+    await group.until(lambda: len(group.launcher.launches) == 2)
+    group.say_ready(1)
+    await group.until(lambda: group.state(1) == "ready")
+    assert not group.supervisor.up.is_set()
+    group.say_ready(0)
+    await group.supervisor.up.wait()
+    assert [(launch.rank, launch.epoch, launch.local_rank) for launch in group.launcher.launches] == [(0, 1, 0), (1, 1, 1)]
+
+
+async def test_killed_rank_is_announced_dead_and_then_restarted_with_the_next_epoch(group: Group) -> None:
+    await group.bring_up()
+    group.launcher.lives[RankId(1, 1)].end("killed by signal 9")
+    await group.until(lambda: RankId(1, 2) in group.launcher.lives)
+    dead = next(state.ranks[1] for state in group.states if state.ranks[1].state == "dead")
+    assert (dead.epoch, dead.cause, dead.restart_pending) == (1, "killed by signal 9", True)
+    assert group.sleeps == [1.0]
+    group.say_ready(1, epoch=2)
+    await group.until(lambda: group.state(1) == "ready")
+    assert group.failures == []
+
+
+async def test_last_words_beat_the_exit_code_that_is_seen_first(group: Group) -> None:
+    await group.bring_up()
+    group.launcher.lives[RankId(0, 1)].end("exited with code 1", abrupt=False)
+    await asyncio.sleep(0)
+    group.supervisor.on_message(EngineCoreDead(RankId(0, 1), "out of memory"))
+    await group.until(lambda: any(state.ranks[0].state == "dead" for state in group.states))
+    assert group.states[-1].ranks[0].cause == "out of memory"
+
+
+async def test_proof_of_a_front_end_counts_and_the_process_is_killed_before_its_successor_starts(group: Group) -> None:
+    await group.bring_up()
+    life = group.launcher.lives[RankId(0, 1)]
+    group.supervisor.on_message(RankDied(RankId(0, 1), "it said so"))
+    await group.until(lambda: group.state(0) == "dead")
+    assert RankId(0, 2) not in group.launcher.lives
+    life.end("gone")
+    await group.until(lambda: RankId(0, 2) in group.launcher.lives)
+    assert life.was_killed
+
+
+async def test_news_of_an_older_life_does_not_touch_the_present_one(group: Group) -> None:
+    await group.bring_up()
+    group.launcher.lives[RankId(0, 1)].end("killed")
+    await group.until(lambda: RankId(0, 2) in group.launcher.lives)
+    group.supervisor.on_message(EngineCoreDead(RankId(0, 1), "late"))
+    group.say_ready(0, epoch=1)
+    await asyncio.sleep(0)
+    assert group.state(0) == "restarting"
+
+
+async def test_death_while_starting_fails_the_start_with_its_cause(group: Group) -> None:
+    group.start()
+    await group.until(lambda: len(group.launcher.launches) == 2)
+    group.supervisor.on_message(EngineCoreDead(RankId(1, 1), "no such file\nTraceback"))
+    await group.until(lambda: bool(group.failures))
+    assert group.failures == ["rank 1 did not start: no such file\nTraceback"]
+    assert group.states[-1].failed == group.failures[0]
+    assert group.sleeps == []
+
+
+async def test_rank_that_cannot_be_launched_fails_the_start(group: Group) -> None:
+    group.launcher.refusal = "no GPU"
+    group.start()
+    await group.until(lambda: bool(group.failures))
+    assert group.failures[0] == "rank 0 did not start: no GPU"
+
+
+async def test_rank_that_is_not_ready_in_time_is_dead() -> None:
+    group = Group(1, ready_timeout_s=0.01)
+    group.start()
+    async with asyncio.timeout(10):
+        while not group.failures:
+            await asyncio.sleep(0)
+            for life in group.launcher.lives.values():
+                if group.states[-1].failed:
+                    life.end("killed")
+    assert group.failures == ["rank 0 did not start: rank 0 (epoch 1) was not ready within 0.01 s"]
+    await group.supervisor.stop(0.0)
+
+
+async def test_last_rank_without_restarts_fails_the_group_once() -> None:
+    group = Group(2, max_restarts=0)
+    await group.bring_up()
+    group.launcher.lives[RankId(0, 1)].end("one")
+    await group.until(lambda: group.state(0) == "dead")
+    assert group.failures == []
+    group.launcher.lives[RankId(1, 1)].end("two")
+    await group.until(lambda: bool(group.failures))
+    assert group.failures == ["no rank is left; rank 1 was the last to die: two"]
+    await group.supervisor.stop(0.0)
+
+
+async def test_restarted_rank_is_told_of_the_present_front_end(group: Group) -> None:
+    await group.bring_up()
+    successor = FrontEndAddress(index=0, input_address="ipc://in2", output_address="ipc://out2")
+    assert group.supervisor.attach_front_end(successor) == [RankId(0, 1), RankId(1, 1)]
+    group.launcher.lives[RankId(0, 1)].end("killed")
+    await group.until(lambda: RankId(0, 2) in group.launcher.lives)
+    assert group.launcher.launches[-1].front_ends == (successor,)
+
+
+async def test_stop_waits_for_ordered_ends_and_kills_the_rest(group: Group) -> None:
+    await group.bring_up()
+    orderly, stubborn = group.launcher.lives[RankId(0, 1)], group.launcher.lives[RankId(1, 1)]
+    orderly.end("", abrupt=False)
+    await group.supervisor.stop(0.01)
+    assert stubborn.was_killed
+    assert group.failures == []
+    assert len(group.launcher.launches) == 2

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gateway.launch.run_directory import RunDirectory
+
+
+@pytest.fixture
+def parent() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="gw-", dir="/tmp") as name:
+        yield Path(name)
+
+
+def test_is_private_and_gone_afterwards_with_all_that_is_in_it(parent: Path) -> None:
+    with RunDirectory(parent) as run:
+        assert run.path.stat().st_mode & 0o777 == 0o700
+        (run.path / "sub").mkdir()
+        (run.path / "sub" / "file").write_text("x")
+    assert list(parent.iterdir()) == []
+
+
+def test_is_gone_after_an_exception_too(parent: Path) -> None:
+    with pytest.raises(ZeroDivisionError), RunDirectory(parent):
+        raise ZeroDivisionError
+    assert list(parent.iterdir()) == []
+
+
+def test_default_place_leaves_room_for_socket_paths() -> None:
+    with RunDirectory() as run:
+        assert len(bytes(run.path)) <= 40
+
+
+def test_directory_of_a_killed_run_is_removed_and_that_of_a_living_one_is_kept(parent: Path) -> None:
+    abandoned = parent / "gateway-abandoned"
+    abandoned.mkdir()
+    (abandoned / "lock").touch()
+    with RunDirectory(parent) as living:
+        assert not abandoned.exists()
+        with RunDirectory(parent) as other:
+            assert living.path.exists()
+            assert other.path != living.path
+
+
+def test_directories_that_are_not_ours_are_kept(parent: Path) -> None:
+    others = parent / "gateway-of-somebody"
+    others.mkdir()
+    with RunDirectory(parent):
+        assert others.exists()
