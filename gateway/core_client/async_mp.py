@@ -61,7 +61,7 @@ class AsyncMPClient(EngineCoreClient):
         self._commands = LoopSocket(self._context, zmq.ROUTER, self._on_command_socket)
         self._outputs = LoopSocket(self._context, zmq.PULL, self._on_output_socket)
         self._link = LauncherLink(self._context, self._on_group_state, self._on_shutdown)
-        self._embedded: EmbeddedLauncher | None = None
+        self.embedded: EmbeddedLauncher | None = None
         self._ranks = {rank: Rank(self._new_life(m.RankId(rank, 0))) for rank in config.parallel.ranks}
         self._utilities = UtilityCalls()
         self._received: asyncio.Queue[Received] = asyncio.Queue()
@@ -81,8 +81,8 @@ class AsyncMPClient(EngineCoreClient):
         self._outputs.start()
         control_address = place.control_address
         if control_address is None:
-            self._embedded = await start_embedded_launcher(self._config, place.run_directory)
-            control_address = self._embedded.control_address
+            self.embedded = await start_embedded_launcher(self._config, place.run_directory)
+            control_address = self.embedded.control_address
         self._link.start(control_address, place.index)
         self._link.send(m.FrontEndHello(place.index, os.getpid(), input_address, output_address))
         self._ticker = asyncio.create_task(self._tick(), name="core-client-ticker")
@@ -108,8 +108,8 @@ class AsyncMPClient(EngineCoreClient):
         if self._ticker is not None:
             self._ticker.cancel()
         self._utilities.fail_all(EngineDeadError("the engine client was shut down"))
-        if self._embedded is not None:
-            await self._embedded.stop()
+        if self.embedded is not None:
+            await self.embedded.stop()
         for socket in (self._commands, self._outputs, self._link):
             socket.close()
         self._context.term()
@@ -299,9 +299,9 @@ class AsyncMPClient(EngineCoreClient):
         now, headline = self._clock(), cause.partition("\n")[0]
         rank.life.health.on_dead(now, headline)
         rank.on_death(headline, now)
-        num_held = len(self.ledger.handles_on(rank_id))
-        self.events.add("death", rank_id.rank, f"{rank_id} died with {num_held} requests in flight: {headline}", now)
-        logger.error("%s died with %d requests in flight: %s", rank_id, num_held, headline)
+        text = f"{rank_id} died with {len(self.ledger.handles_on(rank_id))} requests in flight: {headline}"
+        self.events.add("death", rank_id.rank, text, now)
+        logger.log(logging.INFO if self._closed else logging.ERROR, "%s", text)
         self._received.put_nowait(EngineDied(rank_id, headline))
         if tell_launcher:
             self._link.send(m.RankDied(rank_id, headline))
@@ -330,8 +330,8 @@ class AsyncMPClient(EngineCoreClient):
             now = self._clock()
             for rank in self._ranks.values():
                 self._check_silence(rank.life, now)
-            if self._embedded is not None and self._embedded.exit_code is not None and self._failure is None:
-                self._fail(f"the launcher ended with exit code {self._embedded.exit_code}")
+            if self.embedded is not None and self.embedded.exit_code is not None and self._failure is None:
+                self._fail(f"the launcher ended with exit code {self.embedded.exit_code}")
 
     def _fail(self, cause: str) -> None:
         for rank in self._ranks.values():

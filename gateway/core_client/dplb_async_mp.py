@@ -34,6 +34,6 @@ class DPLBAsyncMPClient(AsyncMPClient):
         try:
             return self._balancer.choose(routing, self.eligible, now).rank_id
         except UnknownRankError as error:
-            raise InvalidRequestError(str(error), "data_parallel_rank") from error
+            raise InvalidRequestError(f"data_parallel_rank: {error}", "data_parallel_rank") from error
         except NoRankAvailableError as error:
             raise self._unavailable() from error

@@ -1,0 +1,263 @@
+"""`AsyncLLM` embedded in a program: real launcher, real engine processes with the simulated engine, no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cores.config import EngineConfig, SimulatedConfig
+from cores.testing import make_tiny_model_dir
+from gateway import AsyncLLM, GatewayConfig, SamplingParams
+from gateway.config import AdmissionConfig, FaultConfig, ParallelConfig
+from gateway.errors import EngineDeadError, EngineGenerateError, InvalidRequestError, OverloadedError
+from gateway.outputs import RequestOutput
+from gateway.sampling_params import RequestOutputKind
+
+DEADLINE_S = 30.0
+DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
+Start = Callable[..., Awaitable[AsyncLLM]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model_dir(tmp_path_factory.mktemp("models") / "tiny", max_model_len=8192)
+
+
+@pytest.fixture
+async def start(model: Path) -> AsyncIterator[Start]:
+    """Starts engine clients and, after the test, checks that nothing is left in any of their maps."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start_llm(num_ranks: int = 2, *, step_ms: float = 1.0, fault: str = "", **parts: Any) -> AsyncLLM:
+            config = GatewayConfig(
+                engine=EngineConfig(
+                    model=str(model), engine="simulated", simulated=SimulatedConfig(step_ms=step_ms, fault=fault)
+                ),
+                parallel=ParallelConfig(data_parallel_size=num_ranks, data_parallel_backend="mp"),
+                **{"fault": FaultConfig(engine_restarts=0)} | parts,
+            )
+            llm = await AsyncLLM.from_config(config)
+            stack.push_async_callback(llm.shutdown)
+            stack.push_async_callback(check_empty, llm)
+            return llm
+
+        yield start_llm
+
+
+async def check_empty(llm: AsyncLLM) -> None:
+    await until(lambda: is_idle(llm), "all maps are empty and all ranks idle")
+    llm.output_processor.check_invariants()
+    llm.core_client.ledger.check_invariants()
+
+
+def is_idle(llm: AsyncLLM) -> bool:
+    ranks = [rank for rank in llm.status().ranks if rank.state != "dead"]
+    return (
+        llm.output_processor.num_unfinished == 0
+        and llm.core_client.ledger.num_in_flight == 0
+        and all(rank.waiting == rank.running == 0 and rank.kv_cache_usage == 0 for rank in ranks)
+    )
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+    assert condition(), what
+
+
+def params(max_tokens: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **{"temperature": 0.0} | fields)
+
+
+async def collect(llm: AsyncLLM, prompt: Any, sampling: SamplingParams, request_id: str = "r") -> list[RequestOutput]:
+    return [output async for output in llm.generate(prompt, sampling, request_id)]
+
+
+@pytest.mark.parametrize("kind", [DELTA, FINAL_ONLY])
+async def test_a_hundred_requests_at_once_get_exactly_their_tokens(start: Start, kind: RequestOutputKind) -> None:
+    llm = await start()
+    lengths = [1 + 3 * i % 50 for i in range(100)]
+    streams = await asyncio.gather(
+        *(collect(llm, f"prompt {i}", params(n, output_kind=kind), str(i)) for i, n in enumerate(lengths))
+    )
+    for outputs, length in zip(streams, lengths, strict=True):
+        assert sum(len(output.outputs[0].token_ids) for output in outputs) == length
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert outputs[-1].outputs[0].finish_reason == "length"
+    assert all(rank.requests_total >= 33 for rank in llm.status().ranks)
+
+
+async def test_deltas_joined_are_the_final_text(start: Start) -> None:
+    llm = await start()
+    (final,) = await collect(llm, "one two", params(30, output_kind=FINAL_ONLY))
+    deltas = await collect(llm, "one two", params(30, output_kind=DELTA))
+    assert "".join(output.outputs[0].text for output in deltas) == final.outputs[0].text
+
+
+async def test_cancelled_readers_leave_the_others_exact_and_their_ids_free(start: Start) -> None:
+    llm = await start()
+    readers = [
+        asyncio.create_task(collect(llm, f"prompt {i}", params(40, n=3 if i % 20 == 0 else 1, output_kind=FINAL_ONLY), str(i)))
+        for i in range(100)
+    ]
+    await until(lambda: llm.output_processor.num_unfinished >= 100, "all are in flight")
+    for reader in readers[::10]:
+        reader.cancel()
+    ends = await asyncio.gather(*readers, return_exceptions=True)
+    for i, end in enumerate(ends):
+        if i % 10 == 0:
+            assert isinstance(end, asyncio.CancelledError)
+        else:
+            assert isinstance(end, list)
+            assert [len(sequence.token_ids) for sequence in end[-1].outputs] == [40]
+    (again,) = await collect(llm, "prompt", params(3, output_kind=FINAL_ONLY), "0")
+    assert again.finished
+
+
+async def test_abort_gives_the_reader_its_partial_text_and_an_end(start: Start) -> None:
+    llm = await start(1, step_ms=5)
+    outputs: list[RequestOutput] = []
+
+    async def read() -> None:
+        async for output in llm.generate("prompt", params(4000, output_kind=DELTA), "mine"):
+            outputs.append(output)
+
+    reader = asyncio.create_task(read())
+    await until(lambda: len(outputs) >= 3, "some tokens came")
+    await llm.abort("mine")
+    await asyncio.wait_for(reader, DEADLINE_S)
+    assert outputs[-1].finished
+    assert outputs[-1].outputs[0].finish_reason == "abort"
+    assert sum(len(output.outputs[0].token_ids) for output in outputs) >= 3
+    await llm.abort("mine")
+    await llm.abort("unknown")
+
+
+async def test_n_sequences_are_distinct_when_sampled_and_each_is_whole(start: Start) -> None:
+    llm = await start()
+    (final,) = await collect(llm, "prompt", params(12, n=4, temperature=1.0, seed=5, output_kind=FINAL_ONLY))
+    assert [sequence.index for sequence in final.outputs] == [0, 1, 2, 3]
+    assert [len(sequence.token_ids) for sequence in final.outputs] == [12] * 4
+    assert len({sequence.text for sequence in final.outputs}) == 4
+
+
+async def test_stop_string_ends_the_text_and_frees_the_rank(start: Start) -> None:
+    llm = await start(1)
+    (whole,) = await collect(llm, "prompt", params(60, output_kind=FINAL_ONLY))
+    stop = whole.outputs[0].text[20:26]
+    (cut,) = await collect(llm, "prompt", params(4000, stop=(stop,), output_kind=FINAL_ONLY))
+    assert cut.outputs[0].text == whole.outputs[0].text.partition(stop)[0]
+    assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
+
+
+async def test_bad_requests_name_the_field_and_leave_nothing_behind(start: Start) -> None:
+    llm = await start()
+    for prompt, sampling, word in (
+        ("", params(5), "prompt"),
+        ("x", params(5, top_p=0.0), "top_p"),
+        ([10**6], params(5), "prompt"),
+        ("x", params(100_000), "max_tokens"),
+    ):
+        with pytest.raises(InvalidRequestError, match=word):
+            await collect(llm, prompt, sampling)
+    with pytest.raises(InvalidRequestError, match="data_parallel_rank"):
+        async for _ in llm.generate("x", params(5), "r", data_parallel_rank=2):
+            pass
+
+
+async def test_a_pinned_request_goes_to_its_rank(start: Start) -> None:
+    llm = await start()
+    for _ in range(3):
+        async for output in llm.generate("x", params(2), "r", data_parallel_rank=1):
+            assert output.rank == 1
+
+
+async def test_full_admission_refuses_all_or_nothing(start: Start) -> None:
+    llm = await start(1, step_ms=5, admission=AdmissionConfig(max_num_queued_requests=4))
+    reader = asyncio.create_task(collect(llm, "x", params(200, n=3)))
+    await until(lambda: llm.output_processor.num_unfinished == 3, "three sequences are in flight")
+    with pytest.raises(OverloadedError, match="at most 4"):
+        await collect(llm, "x", params(5, n=2))
+    assert len(await collect(llm, "x", params(1))) == 1
+    await reader
+    assert llm.status().totals.rejected == 1
+
+
+async def test_a_utility_reaches_all_ranks_and_its_failure_names_the_rank(start: Start) -> None:
+    llm = await start()
+    await llm.reset_prefix_cache()
+    with pytest.raises(EngineGenerateError, match="rank 0.*no_such_utility"):
+        await llm.call_utility("no_such_utility")
+    cancelled = asyncio.create_task(llm.call_utility("reset_prefix_cache"))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    assert len(await llm.call_utility("reset_prefix_cache")) == 2
+
+
+async def test_a_failed_request_fails_alone(start: Start) -> None:
+    llm = await start(1, fault="fail_request_at_token=5")
+    with pytest.raises(EngineGenerateError):
+        await collect(llm, "x", params(10))
+    assert (await collect(llm, "x", params(3)))[-1].finished
+
+
+async def test_a_killed_rank_fails_its_requests_after_their_last_token_and_no_others(start: Start) -> None:
+    llm = await start(2, step_ms=3)
+    tokens: dict[int, int] = {}
+
+    async def read(i: int, rank: int) -> int:
+        async for output in llm.generate(f"prompt {i}", params(300, output_kind=DELTA), str(i), data_parallel_rank=rank):
+            tokens[i] = tokens.get(i, 0) + len(output.outputs[0].token_ids)
+        return tokens[i]
+
+    readers = [asyncio.create_task(read(i, i % 2)) for i in range(6)]
+    await until(lambda: len(tokens) == 6, "all have begun")
+    pid = llm.status().ranks[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    ends = await asyncio.wait_for(asyncio.gather(*readers, return_exceptions=True), DEADLINE_S)
+    assert ends[1::2] == [300, 300, 300]
+    for end in ends[::2]:
+        assert isinstance(end, EngineDeadError)
+        assert end.rank == 0
+        assert "rank 0" in str(end)
+    assert not llm.errored
+    assert [rank.state for rank in llm.status().ranks] == ["dead", "ready"]
+    with pytest.raises(OverloadedError):
+        await read(7, 0)
+
+
+async def test_without_any_rank_left_everything_fails_with_the_cause(start: Start) -> None:
+    llm = await start(1, fault="raise_at_step=5")
+    with pytest.raises(EngineDeadError, match="step 5"):
+        await collect(llm, "x", params(100))
+    await until(lambda: llm.errored, "the client is errored")
+    with pytest.raises(EngineDeadError):
+        await collect(llm, "x", params(1))
+    with pytest.raises(EngineDeadError):
+        await llm.check_health()
+
+
+async def test_a_rank_that_cannot_start_is_an_exception_with_its_cause(start: Start) -> None:
+    with pytest.raises(EngineDeadError, match="no_such_fault"):
+        await start(2, fault="no_such_fault=1")
+
+
+async def test_launcher_death_is_the_end_of_the_engine(start: Start) -> None:
+    llm = await start(1, step_ms=5)
+    reader = asyncio.create_task(collect(llm, "x", params(4000)))
+    await until(lambda: llm.output_processor.num_unfinished == 1, "a request is in flight")
+    embedded = llm.core_client.embedded
+    assert embedded is not None
+    os.kill(embedded.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError):
+        await asyncio.wait_for(reader, DEADLINE_S)
+    assert llm.errored
