@@ -191,6 +191,7 @@ class OutputThread(threading.Thread):
         sockets: dict[int, zmq.Socket[bytes]],
         status: EngineStatus,
         clock: Callable[[], float],
+        sleep: Callable[[float], None] = time.sleep,
         max_backlog_bytes: int = MAX_BACKLOG_BYTES,
     ) -> None:
         super().__init__(name="engine-output", daemon=True)
@@ -199,6 +200,7 @@ class OutputThread(threading.Thread):
         self._outbox = outbox
         self._status = status
         self._clock = clock
+        self._sleep = sleep
         self._pipes = {client: FrontEndPipe(client, sock, max_backlog_bytes, clock()) for client, sock in sockets.items()}
 
     def run(self) -> None:
@@ -268,7 +270,7 @@ class OutputThread(threading.Thread):
             pipe.put(frame)
         deadline_s = self._clock() + LINGER_S
         while any(not pipe.backlog.is_empty for pipe in self._pipes.values()) and self._clock() < deadline_s:
-            time.sleep(RETRY_S)
+            self._sleep(RETRY_S)
             for pipe in self._pipes.values():
                 pipe.flush()
 
