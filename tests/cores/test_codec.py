@@ -59,6 +59,7 @@ SAMPLES: list[Message] = [
     m.UtilityResult(RANK, 99, {"a": [1]}, None),
     m.EngineStarting(RANK, 1, "loading"),
     m.Shutdown(2.5),
+    m.AttachFrontEnd(0, "ipc://in", "ipc://out"),
     m.GroupState(4, (m.RankRecord(0, 1, "ready", None, 0, 55), m.RankRecord(1, 2, "dead", "killed", 1)), None),
     m.FrontEndHello(0, 1, "ipc://in", "ipc://out"),
     m.FrontEndReady(0, "AsyncMPClient", 1),

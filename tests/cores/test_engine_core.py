@@ -180,6 +180,19 @@ def test_an_abort_by_the_front_end_says_nothing_and_one_by_the_engine_says_so() 
     assert not core.has_work
 
 
+def test_nothing_of_a_front_end_that_is_gone_reaches_its_successor() -> None:
+    core, _ = make_core()
+    for client in (0, 1):
+        core.add_request(client, make_request(1, prompt=5))
+        core.add_request(client, make_request(2, prompt=[]))
+        core.note_command(client, 7)
+    core.forget_client(0)
+    core.add_request(0, make_request(1, prompt=9))
+    outputs = core.step()
+    assert (list(outputs[0].handles), list(outputs[0].token_ids), outputs[0].command_seq) == ([1], [9], 0)
+    assert (list(outputs[1].handles), outputs[1].command_seq) == ([1, 2], 7)
+
+
 def test_load_and_stats_follow_the_work() -> None:
     core, _ = make_core(max_num_seqs=1)
     core.add_request(0, make_request(1, prompt=9, max_tokens=3))

@@ -8,8 +8,19 @@ from array import array
 import zmq
 
 from cores.codec import Message, decode
-from cores.engine_core_proc import OutputThread
-from cores.engine_loop import ClientOverflow, EngineStatus, Inbound, LastWords, LoopTurn, Outbound, ThreadFailed, UtilityReply
+from cores.config import FrontEndAddress
+from cores.engine_loop import (
+    ClientOverflow,
+    EngineStatus,
+    FrontEndAttached,
+    Inbound,
+    LastWords,
+    LoopTurn,
+    Outbound,
+    ThreadFailed,
+    UtilityReply,
+)
+from cores.engine_sockets import OutputThread
 from cores.messages import (
     EngineCoreDead,
     EngineCoreOutputs,
@@ -30,6 +41,7 @@ class FakePush:
 
     def __init__(self, num_refusals: int = 0) -> None:
         self.sent: list[Message] = []
+        self.is_closed = False
         self._num_refusals = num_refusals
 
     def send(self, frame: bytes, flags: int) -> None:
@@ -38,6 +50,28 @@ class FakePush:
             self._num_refusals -= 1
             raise zmq.Again
         self.sent.append(decode(frame))
+
+    def close(self, linger: int) -> None:
+        assert linger == 0
+        self.is_closed = True
+
+
+class FakeSockets:
+    """Front end i of life n listens at `i/n`."""
+
+    def __init__(self, sockets: dict[int, FakePush]) -> None:
+        self.by_address = {address(client): socket for client, socket in sockets.items()}
+
+    def push(self, address: str) -> FakePush:
+        return self.by_address[address]
+
+
+def address(client: int, life: int = 1) -> str:
+    return f"{client}/{life}"
+
+
+def front_end(client: int, life: int = 1) -> FrontEndAddress:
+    return FrontEndAddress(index=client, input_address="", output_address=address(client, life))
 
 
 def make_turn(step: int, *clients: int, num_running: int = 0) -> LoopTurn:
@@ -67,14 +101,17 @@ class Outbox(queue.SimpleQueue):  # type: ignore[type-arg]
 
 
 def run_thread(
-    sockets: dict[int, FakePush], items: list[Outbound], *, wait_s: float = 0.0, max_backlog_bytes: int = 1 << 20
+    sockets: dict[int, FakePush] | FakeSockets, items: list[Outbound], *, wait_s: float = 0.0, max_backlog_bytes: int = 1 << 20
 ) -> list[Inbound]:
     """Runs the thread's body in this one over a fixed script; returns what it told the loop."""
     clock = ManualClock()
     inbox: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
     outbox = Outbox(items, clock, wait_s)
     status = make_turn(0).status
-    thread = OutputThread(RANK, inbox, outbox, sockets, status, clock, clock.sleep, max_backlog_bytes)  # type: ignore[arg-type]
+    if isinstance(sockets, dict):
+        sockets = FakeSockets(sockets)
+    front_ends = [front_end(int(name.split("/")[0])) for name in sockets.by_address if name.endswith("/1")]
+    thread = OutputThread(sockets, RANK, inbox, outbox, front_ends, status, clock, clock.sleep, max_backlog_bytes)  # type: ignore[arg-type]
     thread.run()
     told = []
     while not inbox.empty():
@@ -116,6 +153,17 @@ def test_a_front_end_without_outputs_hears_of_the_load_and_a_silent_one_gets_no_
     assert kinds.count(LoadReport) == 17
     assert [type(m) for m in sockets[0].sent].count(LoadReport) == 0
     assert sockets[2].sent == []
+
+
+def test_what_waits_for_a_dead_front_end_does_not_reach_its_successor() -> None:
+    old, new, other = FakePush(num_refusals=10**9), FakePush(), FakePush()
+    sockets = FakeSockets({0: old, 1: other})
+    run = [make_turn(1, 0, 1), FrontEndAttached(front_end(0, life=2)), make_turn(2, 0, 1), LastWords("")]
+    sockets.by_address[address(0, life=2)] = new
+    run_thread(sockets, run)
+    assert (outputs_of(old), outputs_of(new), outputs_of(other)) == ([], [2], [1, 2])
+    assert old.is_closed
+    assert isinstance(new.sent[0], Heartbeat)
 
 
 def test_a_result_that_cannot_be_sent_is_an_error_to_its_caller() -> None:
