@@ -79,6 +79,9 @@ def _converter(hint: Any) -> Callable[[Any], Any]:
         (inner,) = [a for a in args if a is not type(None)]
         convert = _converter(inner)
         return lambda value: None if value is None else convert(value)
+    if origin is list:
+        item = _converter(args[0])
+        return lambda value: [item(v) for v in _checked(value, list)]
     if origin is tuple and args[-1] is Ellipsis:
         item = _converter(args[0])
         return lambda value: tuple(item(v) for v in _checked(value, list))
@@ -180,28 +183,53 @@ def _pack_outputs(o: m.EngineCoreOutputs) -> list[Any]:
 def _unpack_outputs(fields: list[Any]) -> m.EngineCoreOutputs:
     rank_id, step, command_seq, load, handles, token_ids, counts, first_tokens, finished, logprobs, weight_version = fields
     outputs = m.EngineCoreOutputs(
-        rank_id=m.RankId(*rank_id),
+        rank_id=_unpack_rank_id(*rank_id),
         step=_checked(step, int),
         command_seq=_checked(command_seq, int),
-        load=m.RankLoad(*load),
+        load=_unpack_load(load),
         handles=_uint32s(handles),
         token_ids=_uint32s(token_ids),
         counts=_uint32s(counts) if counts else None,
-        first_tokens={row: m.FirstToken(*v) for row, v in first_tokens.items()},
-        finished={row: m.Finished(m.FinishReason(reason), *rest) for row, (reason, *rest) in finished.items()},
-        logprobs={row: [_token_logprobs(t) for t in tokens] for row, tokens in logprobs.items()},
+        first_tokens=_unpack_first_tokens(first_tokens),
+        finished=_unpack_finished(finished),
+        logprobs=_unpack_logprobs(logprobs),
         weight_version=_checked(weight_version, int),
     )
     num_rows = len(outputs.handles)
     num_tokens = num_rows if outputs.counts is None else sum(outputs.counts)
     if len(outputs.token_ids) != num_tokens or (outputs.counts is not None and len(outputs.counts) != num_rows):
         raise CodecError(f"{num_rows} rows announce {num_tokens} tokens, but {len(outputs.token_ids)} came")
+    for rows in (outputs.first_tokens, outputs.finished, outputs.logprobs):
+        if rows and not (min(rows) >= 0 and max(rows) < num_rows):
+            raise CodecError(f"extras for rows {sorted(rows)}, but there are {num_rows}")
     return outputs
 
 
-def _token_logprobs(fields: list[Any]) -> m.TokenLogprobs:
-    logprob, rank, top_token_ids, top_logprobs = fields
-    return m.TokenLogprobs(logprob, rank, tuple(top_token_ids), tuple(top_logprobs))
+# By hand as well: converters for these took as long as all the rest of a message without extras.
+
+
+def _unpack_rank_id(rank: Any, epoch: Any) -> m.RankId:
+    return m.RankId(_checked(rank, int), _checked(epoch, int))
+
+
+def _unpack_load(values: Any) -> m.RankLoad:
+    if not _NUMBERS.issuperset(map(type, values)):
+        raise CodecError(f"not a load: {values!r:.100}")
+    return m.RankLoad(*values)
+
+
+_NUMBERS = frozenset({int, float})
+
+
+def _rows(hint: Any) -> Callable[[Any], Any]:
+    """A converter of extras by row."""
+    convert = _converter(dict[int, hint])
+    return lambda rows: rows if rows == {} else convert(rows)
+
+
+_unpack_first_tokens = _rows(m.FirstToken)
+_unpack_finished = _rows(m.Finished)
+_unpack_logprobs = _rows(list[m.TokenLogprobs])
 
 
 def _checked_uint32(value: Any) -> int:

@@ -157,6 +157,12 @@ class EngineCore:
                 self._scheduler.abort(key)
                 self.refuse_request(*key)
 
+    def forget_client(self, client: int) -> None:
+        """The front end is gone: its requests end without a word, and its successor counts commands and handles from 1."""
+        self.abort_requests(client, [key[1] for key in self._scheduler.request_keys() if key[0] == client])
+        self._ended = [ended for ended in self._ended if ended[0] != client]
+        self.command_seqs.pop(client, None)
+
     def call_utility(self, call: UtilityCall) -> UtilityResult:
         """Runs a rare operation by name. Whatever goes wrong in it goes back to the caller and is not this engine's death."""
         method = _UTILITIES.get(call.method)

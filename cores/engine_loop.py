@@ -10,6 +10,7 @@ import queue
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cores.config import FrontEndAddress
 from cores.engine_core import EngineCore
 from cores.messages import (
     AbortRequests,
@@ -46,7 +47,14 @@ class ThreadFailed:
     error: Exception
 
 
-Inbound = ClientCommand | ClientOverflow | Shutdown | ThreadFailed
+@dataclass(frozen=True, slots=True)
+class FrontEndAttached:
+    """A front end is a new process. What its predecessor asked for ends, and outputs go to the new address."""
+
+    address: FrontEndAddress
+
+
+Inbound = ClientCommand | ClientOverflow | FrontEndAttached | Shutdown | ThreadFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +89,7 @@ class LastWords:
     cause: str
 
 
-Outbound = LoopTurn | UtilityReply | LastWords
+Outbound = LoopTurn | UtilityReply | FrontEndAttached | LastWords
 
 
 class EngineLoop:
@@ -143,6 +151,9 @@ class EngineLoop:
                 self._apply_command(client, command)
             case ClientOverflow(client):
                 self._core.abort_all(client)
+            case FrontEndAttached(address):
+                self._core.forget_client(address.index)
+                self._outbox.put(message)  # behind the last outputs for the old one
             case Shutdown(timeout_s):
                 deadline_s = self._clock() + timeout_s
                 self._drain_deadline_s = min(deadline_s, self._drain_deadline_s or deadline_s)

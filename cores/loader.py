@@ -113,9 +113,12 @@ def _has_short_window(config: Any, max_model_len: int) -> bool:
 def _has_rope_that_depends_on_the_batch(config: Any, max_model_len: int) -> bool:
     """These recompute all frequencies when any sequence of the batch outgrows the original length."""
     rope = getattr(config, "rope_parameters", None) or {}
-    kind = str(rope.get("rope_type", "default"))
-    original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-    return ("dynamic" in kind or kind == "longrope") and max_model_len > original
+    for entry in [rope] if "rope_type" in rope else rope.values():  # one for all layers, or one per type of layer
+        kind = str(entry.get("rope_type", "default"))
+        original = entry.get("original_max_position_embeddings") or config.max_position_embeddings
+        if ("dynamic" in kind or kind == "longrope") and max_model_len > original:
+            return True
+    return False
 
 
 Check = Callable[[Any, int], bool]

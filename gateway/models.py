@@ -155,7 +155,6 @@ def pull_source(
             made.rename(path)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    report(f"{name} is ready in {path}")
     return path
 
 

@@ -11,13 +11,14 @@ number of threads, not stop idle ones from spinning, and two spinning engines on
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import torch
 
 from cores.config import ConfigError, EngineConfig
 from cores.loader import LoadedModel, device_name, free_memory_bytes, load_model
 from cores.request import Request
-from cores.runner.input_batch import InputBatch, build_input_batch
+from cores.runner.input_batch import build_input_batch
 from cores.runner.interface import ModelInfo, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from cores.runner.paged_kv_cache import PagedKVCache, choose_num_kv_blocks
 from cores.runner.sampler import Sampler
@@ -26,20 +27,27 @@ from cores.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What `load` makes."""
+
+    loaded: LoadedModel
+    cache: PagedKVCache
+    sampler: Sampler
+
+
 class TorchModelRunner:
     """A `ModelRunner`. Keeps nothing of a request between steps but its K and V."""
 
     def __init__(self, config: EngineConfig, num_threads: int | None = None) -> None:
         self._config = config
         self._num_threads = num_threads
-        self._loaded: LoadedModel | None = None
-        self._cache: PagedKVCache | None = None
-        self._sampler: Sampler | None = None
+        self._parts: _Parts | None = None
 
     def load(self) -> ModelInfo:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
-        loaded = self._loaded = load_model(self._config)
+        loaded = load_model(self._config)
         num_kv_blocks = choose_num_kv_blocks(
             loaded.cache_shape,
             free_bytes=free_memory_bytes(loaded.device),
@@ -51,9 +59,9 @@ class TorchModelRunner:
             kv_cache_memory_bytes=self._config.kv_cache_memory_bytes,
         )
         with torch.inference_mode():
-            self._cache = PagedKVCache(loaded.cache_shape, num_kv_blocks, loaded.device)
-            self._sampler = Sampler(loaded.vocab_size, loaded.device)
-        self._try_one_step()
+            cache = PagedKVCache(loaded.cache_shape, num_kv_blocks, loaded.device)
+            self._parts = _Parts(loaded, cache, Sampler(loaded.vocab_size, loaded.device))
+        self._try_one_step(cache)
         logger.info(
             "loaded %s: %s on %s, %d KV blocks of %d tokens (%d MiB)",
             self._config.model,
@@ -73,34 +81,24 @@ class TorchModelRunner:
 
     @torch.inference_mode()
     def execute(self, batch: SchedulerOutput) -> ModelRunnerOutput:
-        assert self._loaded is not None
-        assert self._cache is not None
-        assert self._sampler is not None
-        loaded = self._loaded
-        inputs = build_input_batch(batch, self._cache, loaded.cache_shape.block_size, loaded.dtype, loaded.device)
-        logits = self._forward(inputs)
-        return self._sampler.sample(logits, [s.request for s in batch.scheduled if s.samples])
-
-    def shutdown(self) -> None:
-        self._loaded = self._cache = self._sampler = None
-
-    def _forward(self, inputs: InputBatch) -> torch.Tensor:
-        """Float32 logits, one row per sampled token."""
-        assert self._loaded is not None
-        output = self._loaded.model(
+        assert self._parts is not None, "execute before load"
+        loaded, cache, sampler = self._parts.loaded, self._parts.cache, self._parts.sampler
+        inputs = build_input_batch(batch, cache, loaded.cache_shape.block_size, loaded.dtype, loaded.device)
+        output = loaded.model(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
             use_cache=False,
-            logits_to_keep=inputs.sampled_rows,
+            logits_to_keep=inputs.sampled_rows,  # the last layer's matrix is the largest: only for tokens that sample
             attention_metadata=inputs.metadata,
         )
-        logits = output.logits[0].float()
-        assert isinstance(logits, torch.Tensor)
-        return logits
+        # In float32 from here on: bfloat16 has too few digits for sums over a vocabulary, and a slow argmax.
+        return sampler.sample(output.logits[0].float(), [s.request for s in batch.scheduled if s.samples])
 
-    def _try_one_step(self) -> None:
+    def shutdown(self) -> None:
+        self._parts = None
+
+    def _try_one_step(self, cache: PagedKVCache) -> None:
         """Refuses a model whose layers do not all compute the attention that we provide, and warms the rest up."""
-        assert self._cache is not None
         request = Request(
             key=(0, 0),
             request_id="trial step",
@@ -111,11 +109,9 @@ class TorchModelRunner:
             max_total_tokens=2,
             block_ids=[0],
         )
-        with torch.inference_mode():
-            try:
-                self.execute(SchedulerOutput([ScheduledRequest(request, 1, samples=True)], num_decodes=0, num_tokens=1))
-            except (TypeError, RuntimeError, IndexError) as error:
-                raise ConfigError(f"model is not supported: its trial step failed: {error}") from error
-            silent = self._cache.unwritten_layers(0, 0)
-        if silent:
+        try:
+            self.execute(SchedulerOutput([ScheduledRequest(request, 1, samples=True)], num_decodes=0, num_tokens=1))
+        except (TypeError, RuntimeError, IndexError) as error:
+            raise ConfigError(f"model is not supported: its trial step failed: {error}") from error
+        if silent := cache.unwritten_layers(0, 0):
             raise ConfigError(f"model is not supported: layers {silent} do not use softmax attention")

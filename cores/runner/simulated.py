@@ -120,6 +120,13 @@ def step_cost_s(cost: SimulatedConfig, batch: SchedulerOutput) -> float:
 def num_kv_blocks(config: EngineConfig, max_model_len: int) -> int:
     """`--num-kv-blocks`, or room for `max_num_seqs` sequences of 4,096 tokens (or the model length), and one of full length."""
     if config.num_kv_blocks is not None:
+        num_tokens = config.num_kv_blocks * config.block_size
+        # As with a real model: the scheduler lowers the model's own length to what fits, but not one that was asked for.
+        if config.max_model_len is not None and num_tokens < config.max_model_len:
+            raise ConfigError(
+                f"--num-kv-blocks {config.num_kv_blocks} of {config.block_size} tokens hold no sequence of"
+                f" --max-model-len {config.max_model_len} tokens"
+            )
         return config.num_kv_blocks
     if config.kv_cache_memory_bytes is not None:
         raise ConfigError(

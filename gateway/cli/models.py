@@ -28,6 +28,8 @@ def run(args: argparse.Namespace) -> int:
     except (ConfigError, ModelError) as error:
         print(f"gateway models: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -40,7 +42,7 @@ def _list(args: argparse.Namespace) -> int:
 def _pull(args: argparse.Namespace) -> int:
     # SIGTERM as an exception: the clean-up of a half-done pull then runs as it does for Ctrl-C.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    pull_model(args.name, report=lambda line: print(line, file=sys.stderr, flush=True))
+    print(pull_model(args.name, report=lambda line: print(line, file=sys.stderr, flush=True)))
     return 0
 
 

@@ -150,7 +150,7 @@ class Tracker:
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_every_request_ends_once_with_exactly_its_tokens(case: Case) -> None:
     tracker = Tracker(case)
     scheduler = tracker.run()
@@ -221,7 +221,7 @@ def run_engine(case: Case, requests: dict[int, tuple[int, EngineCoreRequest]]) -
 
 
 @given(cases())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_tokens_are_the_same_alone_batched_and_preempted(case: Case) -> None:
     requests = {
         handle: (a.step, make_request(handle, a.prompt, max_tokens=a.max_tokens, temperature=float(handle % 2)))

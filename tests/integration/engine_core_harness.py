@@ -18,6 +18,7 @@ from cores.config import EngineConfig, EngineLaunch, FrontEndAddress, SimulatedC
 from cores.messages import (
     AbortRequests,
     AddRequest,
+    AttachFrontEnd,
     EngineCoreDead,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -96,6 +97,10 @@ class FakeFrontEnd:
         assert isinstance(ready, EngineReady)
         return ready
 
+    def close(self) -> None:
+        self.commands.close(linger=0)
+        self.outputs.close(linger=0)
+
     def send_raw(self, *frames: bytes) -> None:
         self.commands.send_multipart([self._identity, *frames])
 
@@ -164,6 +169,16 @@ class EngineHarness:
             ready = front_end.wait_ready()
         return ready
 
+    def attach_new_front_end(self) -> FakeFrontEnd:
+        """Front end 0 dies and comes back as another process would, with sockets of its own."""
+        self.front_ends[0].close()
+        directory = self.directory / "second-life"
+        directory.mkdir()
+        front_end = self.front_ends[0] = FakeFrontEnd(self.context, directory, 0)
+        address = front_end.address
+        self._send_control(AttachFrontEnd(0, address.input_address, address.output_address))
+        return front_end
+
     def receive_control(self, kind: type[M]) -> M:
         """The next control message of this type; others are passed over."""
         while True:
@@ -175,7 +190,10 @@ class EngineHarness:
                 return message
 
     def shut_down(self, timeout_s: float) -> None:
-        self.control.send_multipart([f"rank-{self.rank}-{self.epoch}".encode(), encode(Shutdown(timeout_s))])
+        self._send_control(Shutdown(timeout_s))
+
+    def _send_control(self, message: Message) -> None:
+        self.control.send_multipart([f"rank-{self.rank}-{self.epoch}".encode(), encode(message)])
 
     def wait_exit(self) -> int:
         assert self.process is not None

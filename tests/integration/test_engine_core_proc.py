@@ -122,6 +122,21 @@ def test_two_front_ends_with_the_same_handles_are_kept_apart(directory: Path, mo
         engine.close()
 
 
+def test_a_front_end_that_comes_back_finds_an_engine_that_has_forgotten_its_predecessor(engine: EngineHarness) -> None:
+    first_ready = engine.start_ready(FAST)
+    for handle in (1, 2):
+        engine.front_end.add(make_request(handle, max_tokens=2000))
+    engine.front_end.receive_until(lambda: len(engine.front_end.tokens) == 2)
+    front_end = engine.attach_new_front_end()
+    assert front_end.wait_ready() == first_ready
+    front_end.add(make_request(1, max_tokens=3))  # the handle is in use, by the dead one
+    front_end.receive_until(lambda: 1 in front_end.finished)
+    assert len(front_end.tokens[1]) == 3
+    assert front_end.tokens.keys() == {1}
+    beat = front_end.receive_one(Heartbeat)
+    assert (beat.has_work, beat.command_seq, beat.load.num_kv_blocks_used) == (False, 1, 0)
+
+
 def test_utilities_answer_by_call_id_and_an_unknown_one_is_an_error(engine: EngineHarness) -> None:
     engine.start_ready(FAST)
     call_id = engine.front_end.call("reset_prefix_cache")

@@ -1,0 +1,206 @@
+"""The busy loop over plain queues: order, drain, refusal, the end."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+
+import pytest
+
+from cores.config import EngineConfig
+from cores.engine_core import EngineCore
+from cores.engine_loop import (
+    ClientCommand,
+    ClientOverflow,
+    EngineLoop,
+    Inbound,
+    LoopTurn,
+    Outbound,
+    ThreadFailed,
+    UtilityReply,
+)
+from cores.messages import AbortRequests, AddRequest, FinishReason, RankId, Shutdown, UtilityCall
+from cores.runner.interface import ModelInfo, ModelRunnerOutput, SchedulerOutput
+from cores.testing import ManualClock, make_request
+
+RANK = RankId(0, 1)
+
+
+class Rig:
+    """A loop whose runner calls `on_step(n)` in the middle of step n: that is how messages arrive while it works."""
+
+    def __init__(self, on_step: Callable[[int], None] = lambda step: None) -> None:
+        self.clock = ManualClock()
+        self.inbox: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
+        self.outbox: queue.SimpleQueue[Outbound] = queue.SimpleQueue()
+        self.on_step = on_step
+        info = ModelInfo("cpu", max_model_len=500, vocab_size=1000, eos_token_ids=(), num_kv_blocks=1000)
+        self.core = EngineCore(RANK, EngineConfig(), info, self, self.clock)
+        self.loop = EngineLoop(self.core, self.inbox, self.outbox, self.clock)
+        self._seq = 0
+
+    def load(self) -> ModelInfo:
+        raise NotImplementedError
+
+    def execute(self, batch: SchedulerOutput) -> ModelRunnerOutput:
+        self.clock.sleep(0.01)
+        self.on_step(self.core.step_count + 1)
+        return ModelRunnerOutput([9 for s in batch.scheduled if s.samples])
+
+    def shutdown(self) -> None: ...
+
+    def add(self, handle: int, max_tokens: int, client: int = 0) -> None:
+        self._seq += 1
+        self.inbox.put(ClientCommand(client, AddRequest(self._seq, make_request(handle, prompt=5, max_tokens=max_tokens))))
+
+    def abort(self, *handles: int) -> None:
+        self._seq += 1
+        self.inbox.put(ClientCommand(0, AbortRequests(self._seq, handles)))
+
+    def run(self) -> list[Outbound]:
+        self.loop.run()
+        self.core.check_invariants()
+        messages = []
+        while not self.outbox.empty():
+            messages.append(self.outbox.get())
+        return messages
+
+
+def ends(messages: list[Outbound], client: int = 0) -> dict[int, tuple[FinishReason, int]]:
+    """How each handle ended, and with how many tokens."""
+    reasons: dict[int, FinishReason] = {}
+    tokens: dict[int, int] = {}
+    for message in messages:
+        if isinstance(message, LoopTurn) and client in message.outputs:
+            outputs = message.outputs[client]
+            for row, handle in enumerate(outputs.handles):
+                tokens[handle] = tokens.get(handle, 0) + (1 if outputs.counts is None else outputs.counts[row])
+                if row in outputs.finished:
+                    assert handle not in reasons
+                    reasons[handle] = outputs.finished[row].reason
+    return {handle: (reason, tokens[handle]) for handle, reason in reasons.items()}
+
+
+def test_a_shutdown_without_work_ends_at_once() -> None:
+    rig = Rig()
+    rig.inbox.put(Shutdown(30.0))
+    rig.run()
+    assert rig.clock.now == 0.0
+
+
+def test_a_drain_lets_requests_finish_and_refuses_new_ones() -> None:
+    rig = Rig()
+    rig.on_step = lambda step: rig.add(2, max_tokens=1) if step == 3 else None
+    rig.add(1, max_tokens=10)
+    rig.inbox.put(Shutdown(30.0))
+    assert ends(rig.run()) == {1: (FinishReason.LENGTH, 10), 2: (FinishReason.ABORT, 0)}
+
+
+def test_what_is_not_done_at_the_deadline_is_aborted_with_a_final_output() -> None:
+    rig = Rig()
+    rig.add(1, max_tokens=3)
+    rig.add(2, max_tokens=400)
+    rig.inbox.put(Shutdown(0.05))
+    assert ends(rig.run()) == {1: (FinishReason.LENGTH, 3), 2: (FinishReason.ABORT, 5)}
+
+
+def test_a_second_shutdown_can_only_shorten_the_drain() -> None:
+    for timeouts_s in ((30.0, 0.05), (0.05, 30.0)):
+        rig = Rig()
+        rig.add(1, max_tokens=400)
+        for timeout_s in timeouts_s:
+            rig.inbox.put(Shutdown(timeout_s))
+        assert ends(rig.run()) == {1: (FinishReason.ABORT, 5)}
+
+
+def test_a_request_that_arrives_during_the_last_step_of_a_drain_is_refused_not_lost() -> None:
+    rig = Rig()
+    rig.on_step = lambda step: rig.add(2, max_tokens=1) if step == 4 else None
+    rig.add(1, max_tokens=4)
+    rig.inbox.put(Shutdown(30.0))
+    assert ends(rig.run()) == {1: (FinishReason.LENGTH, 4), 2: (FinishReason.ABORT, 0)}
+
+
+def test_an_abort_read_during_a_step_holds_for_the_next_one() -> None:
+    rig = Rig()
+
+    def on_step(step: int) -> None:
+        if step == 5:
+            rig.abort(1)
+        if step == 9:
+            rig.inbox.put(Shutdown(30.0))
+
+    rig.on_step = on_step
+    rig.add(1, max_tokens=400)
+    rig.add(2, max_tokens=20)
+    turns = [m for m in rig.run() if isinstance(m, LoopTurn) and 0 in m.outputs]
+    assert [m.outputs[0].step for m in turns if 1 in m.outputs[0].handles] == [1, 2, 3, 4, 5]
+    assert (turns[4].outputs[0].command_seq, turns[5].outputs[0].command_seq) == (2, 3)
+
+
+def test_every_turn_tells_the_state_after_it() -> None:
+    rig = Rig()
+    rig.add(1, max_tokens=2)
+    rig.add(2, max_tokens=1, client=3)
+    rig.inbox.put(Shutdown(30.0))
+    turns = [m for m in rig.run() if isinstance(m, LoopTurn)]
+    assert [(t.status.step, t.status.has_requests, t.status.load.num_running) for t in turns[:2]] == [
+        (1, True, 1),
+        (2, False, 0),
+    ]
+    assert turns[0].status.command_seqs == {0: 1, 3: 2}
+    assert turns[0].status.load == turns[0].outputs[0].load
+
+
+def test_a_front_end_that_does_not_read_loses_its_requests_and_nobody_else_does() -> None:
+    rig = Rig()
+    rig.on_step = lambda step: rig.inbox.put(ClientOverflow(0)) if step == 2 else None
+    rig.add(1, max_tokens=50)
+    rig.add(1, max_tokens=5, client=1)
+    rig.inbox.put(Shutdown(30.0))
+    messages = rig.run()
+    assert ends(messages, client=0) == {1: (FinishReason.ABORT, 2)}
+    assert ends(messages, client=1) == {1: (FinishReason.LENGTH, 5)}
+
+
+def test_utility_results_come_in_order_with_outputs() -> None:
+    rig = Rig()
+    rig.add(1, max_tokens=1)
+    rig.inbox.put(ClientCommand(4, UtilityCall(1, 55, "reset_prefix_cache")))
+    rig.inbox.put(Shutdown(1.0))
+    reply, *turns = rig.run()
+    assert isinstance(reply, UtilityReply)
+    assert (reply.client, reply.result.call_id, reply.result.error) == (4, 55, None)
+    assert isinstance(turns[0], LoopTurn)
+    assert turns[0].status.command_seqs[4] == 1
+
+
+def test_a_flood_of_commands_does_not_hold_up_steps() -> None:
+    rig = Rig()
+    for handle in range(2000):
+        rig.add(handle, max_tokens=1)
+    rig.inbox.put(Shutdown(1000.0))
+    turns = [m for m in rig.run() if isinstance(m, LoopTurn)]
+    assert turns[0].status.stats.num_requests < 600
+    assert len(ends([*turns])) == 2000
+
+
+def test_the_failure_of_a_thread_beside_it_ends_the_loop() -> None:
+    rig = Rig()
+    rig.inbox.put(ThreadFailed(OSError("socket is gone")))
+    with pytest.raises(OSError, match="socket is gone"):
+        rig.loop.run()
+
+
+def test_an_exception_in_a_step_ends_the_loop_after_what_was_computed_before() -> None:
+    rig = Rig()
+
+    def fail(step: int) -> None:
+        if step == 3:
+            raise RuntimeError("device lost")
+
+    rig.on_step = fail
+    rig.add(1, max_tokens=10)
+    with pytest.raises(RuntimeError, match="device lost"):
+        rig.loop.run()
+    assert rig.outbox.qsize() == 2
