@@ -342,6 +342,7 @@ class AsyncLLM(EngineClient):
             self._output_handler.cancel()
         self.loop_lag.stop()
         self.output_processor.fail_all(EngineDeadError("the engine client was shut down"))
+        self.renderer.close()
         await self.core_client.shutdown()
         if self._own_run_directory is not None:
             shutil.rmtree(self._own_run_directory, ignore_errors=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,30 @@ from gateway.core_client.sockets import MAX_FRAMES_PER_TURN, LoopSocket, ipc_add
 DEADLINE_S = 20.0
 
 
+Context = zmq.Context[zmq.Socket[bytes]]
+Peer = Callable[[int, str], zmq.Socket[bytes]]
+
+
 @pytest.fixture
-def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield context
-    context.destroy(linger=0)
+def context() -> Iterator[Context]:
+    with zmq.Context() as context:
+        yield context
+
+
+@pytest.fixture
+def peer(context: Context) -> Iterator[Peer]:
+    """Connects ordinary sockets and closes them."""
+    with ExitStack() as stack:
+
+        def connect(kind: int, address: str) -> zmq.Socket[bytes]:
+            socket = stack.enter_context(context.socket(kind))
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.set_hwm(0)
+            socket.setsockopt(zmq.IDENTITY, b"peer")
+            socket.connect(address)
+            return socket
+
+        yield connect
 
 
 class Inbox:
@@ -39,14 +59,11 @@ class Inbox:
                 await self._changed.wait()
 
 
-async def test_messages_that_came_before_the_reader_started_are_read(
-    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
-) -> None:
+async def test_messages_that_came_before_the_reader_started_are_read(context: Context, peer: Peer, tmp_path: Path) -> None:
     inbox = Inbox()
     pull = LoopSocket(context, zmq.PULL, inbox)
     address = pull.bind(ipc_address(str(tmp_path), "p"))
-    push = context.socket(zmq.PUSH)
-    push.connect(address)
+    push = peer(zmq.PUSH, address)
     push.send(b"early")
     pull.start()
     await inbox.wait_for(1)
@@ -55,14 +72,12 @@ async def test_messages_that_came_before_the_reader_started_are_read(
 
 
 async def test_a_flood_is_read_completely_and_the_loop_gets_turns_in_between(
-    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
+    context: Context, peer: Peer, tmp_path: Path
 ) -> None:
     inbox = Inbox()
     pull = LoopSocket(context, zmq.PULL, inbox)
     address = pull.bind(ipc_address(str(tmp_path), "p"))
-    push = context.socket(zmq.PUSH)
-    push.set_hwm(0)
-    push.connect(address)
+    push = peer(zmq.PUSH, address)
     total = 20 * MAX_FRAMES_PER_TURN
     for i in range(total):
         push.send(str(i).encode())
@@ -78,14 +93,12 @@ async def test_a_flood_is_read_completely_and_the_loop_gets_turns_in_between(
 
 
 async def test_replies_are_read_although_sends_swallow_the_edge_that_announced_them(
-    context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
+    context: Context, peer: Peer, tmp_path: Path
 ) -> None:
     inbox = Inbox()
     router = LoopSocket(context, zmq.ROUTER, inbox)
     address = router.bind(ipc_address(str(tmp_path), "r"))
-    dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.IDENTITY, b"peer")
-    dealer.connect(address)
+    dealer = peer(zmq.DEALER, address)
     router.start()
     dealer.send(b"hello")
     await inbox.wait_for(1)
@@ -99,7 +112,7 @@ async def test_replies_are_read_although_sends_swallow_the_edge_that_announced_t
     router.close()
 
 
-async def test_a_send_to_a_peer_that_is_not_there_raises(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
+async def test_a_send_to_a_peer_that_is_not_there_raises(context: Context, tmp_path: Path) -> None:
     router = LoopSocket(context, zmq.ROUTER, Inbox())
     router.bind(ipc_address(str(tmp_path), "r"))
     router.start()
@@ -108,7 +121,7 @@ async def test_a_send_to_a_peer_that_is_not_there_raises(context: zmq.Context[zm
     router.close()
 
 
-async def test_closing_from_within_a_message_ends_the_reading(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
+async def test_closing_from_within_a_message_ends_the_reading(context: Context, peer: Peer, tmp_path: Path) -> None:
     seen: list[list[bytes]] = []
 
     def close_at_once(frames: list[bytes]) -> None:
@@ -117,8 +130,7 @@ async def test_closing_from_within_a_message_ends_the_reading(context: zmq.Conte
 
     pull = LoopSocket(context, zmq.PULL, close_at_once)
     address = pull.bind(ipc_address(str(tmp_path), "p"))
-    push = context.socket(zmq.PUSH)
-    push.connect(address)
+    push = peer(zmq.PUSH, address)
     push.send(b"1")
     push.send(b"2")
     pull.start()

@@ -109,7 +109,7 @@ async def test_the_board_goes_on_through_an_outage(serve: Any) -> None:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110  # frames come when they come: there is no event
+        while not condition():  # frames come when they come: there is no event
             await asyncio.sleep(0.005)
 
 
