@@ -1,7 +1,8 @@
 """Which KV blocks each request holds, and how much of a prompt is already computed in the prefix cache. Pure bookkeeping.
 
 A request holds blocks for all its tokens from its admission on, so that a prompt once begun is never short of room; only
-decoding asks for more. Blocks are entered into the cache after the step that computed them.
+decoding asks for more. A block can be found from the moment on that a step is to complete it, also by others in that very step:
+a runner writes the K and V of a whole batch before it reads any (`ModelRunner.execute`).
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ class KVCacheManager:
         request.block_ids += self._pool.take(1)
         return True
 
-    def cache_computed(self, request: Request) -> None:
-        """Enters the blocks that the last step completed. Called when `num_computed_tokens` has grown."""
-        num_full = request.num_computed_tokens // self.block_size
+    def enter_cache(self, request: Request, num_tokens: int) -> None:
+        """Lets others find the blocks that are full once the request's first `num_tokens` are computed."""
+        num_full = num_tokens // self.block_size
         if num_full == request.num_cached_blocks:
             return
         if self.enable_prefix_caching and request.cache_generation == self._generation:

@@ -44,7 +44,7 @@ class Request:
     num_cached_tokens: int = 0  # of the first admission: prompt tokens found in the prefix cache
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)  # of the full blocks, as far as they were needed
-    num_cached_blocks: int = 0  # how many of its full blocks have been entered into the prefix cache, or came from it
+    num_cached_blocks: int = 0  # so many of its blocks, from the first, others can find in the prefix cache
     cache_generation: int = 0  # of the prefix cache at admission
     received_s: float = 0.0  # the engine's clock
     first_scheduled_s: float | None = None

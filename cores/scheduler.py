@@ -3,7 +3,8 @@
 Rules
 -----
 * One token budget per step. Decodes take theirs first, then prompts in chunks, those already begun before new ones.
-* Waiting and running requests each stand in one order, (priority, arrival). The head is never passed over: nobody starves.
+* Waiting and running requests each stand in one order, (priority, arrival). The head is never passed over by those behind it:
+  nobody starves, but for those with a worse priority than all that keeps coming.
 * When decoding runs out of KV blocks, the last of the running gives up its blocks and goes back to its place in the queue
   with all its tokens, to be computed again. The first is never the victim and always fits, so there is always progress.
 * A request that can never fit ends at once with an error; none is ever dropped.
@@ -181,6 +182,7 @@ class Scheduler:
             request = running[index]
             index += 1
             if request.is_decoding and self._grow(request):
+                self.kv_cache.enter_cache(request, request.num_tokens)
                 batch.append(ScheduledRequest(request, 1, True))
         return batch
 
@@ -209,7 +211,7 @@ class Scheduler:
                 if left == 0:
                     break
                 if not request.is_decoding:
-                    left -= _append_chunk(batch, request, left)
+                    left -= self._append_chunk(batch, request, left)
         return budget - left
 
     def _admit(self, batch: list[ScheduledRequest], budget: int, now: float) -> int:
@@ -227,8 +229,15 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             if request.first_scheduled_s is None:
                 self._note_first_admission(request, now)
-            left -= _append_chunk(batch, request, left)
+            left -= self._append_chunk(batch, request, left)
         return budget - left
+
+    def _append_chunk(self, batch: list[ScheduledRequest], request: Request, budget: int) -> int:
+        num_left = request.num_tokens - request.num_computed_tokens
+        num_tokens = min(num_left, budget)
+        self.kv_cache.enter_cache(request, request.num_computed_tokens + num_tokens)
+        batch.append(ScheduledRequest(request, num_tokens, num_tokens == num_left))
+        return num_tokens
 
     def _note_first_admission(self, request: Request, now: float) -> None:
         request.first_scheduled_s = now
@@ -252,7 +261,6 @@ class Scheduler:
                 request.num_computed_tokens += 1  # changes no counter: this is the loop that runs once per token
             else:
                 self._book_prefill(request, scheduled.num_tokens)
-            self.kv_cache.cache_computed(request)
             if scheduled.samples:
                 updates.append(self._book_token(request, index, output))
         return updates
@@ -311,13 +319,6 @@ class Scheduler:
             r.num_tokens - r.num_computed_tokens for r in waiting + running if not r.is_decoding
         )
         self.kv_cache.check_invariants(running)
-
-
-def _append_chunk(batch: list[ScheduledRequest], request: Request, budget: int) -> int:
-    num_left = request.num_tokens - request.num_computed_tokens
-    num_tokens = min(num_left, budget)
-    batch.append(ScheduledRequest(request, num_tokens, num_tokens == num_left))
-    return num_tokens
 
 
 def _finished(request: Request, token_id: int) -> Finished | None:

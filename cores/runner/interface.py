@@ -59,7 +59,11 @@ class ModelRunner(Protocol):
         ...
 
     def execute(self, batch: SchedulerOutput) -> ModelRunnerOutput:
-        """Runs the batch. An exception here is the engine's death: errors of one request go into `errors`."""
+        """Runs the batch. An exception here is the engine's death: errors of one request go into `errors`.
+
+        In each layer the K and V of the whole batch are written before any are read: a request may begin behind blocks that
+        another one of the same batch fills.
+        """
         ...
 
     def shutdown(self) -> None: ...

@@ -122,6 +122,15 @@ class RunnerContract:
         assert engine.run(mixed()) == alone
         assert engine.stats.prefix_cache_hits > cold_hits + 3 * len(COMMON) // 2
 
+    def test_equal_prompts_in_one_batch_share_their_blocks_and_change_no_token(
+        self, make_engine: Callable[..., Engine], alone: list[list[int]]
+    ) -> None:
+        engine = make_engine()
+        prompt, seed = PROMPTS[5], 1005
+        requests = [make_request(i, prompt, max_tokens=MAX_TOKENS, temperature=1.0, seed=seed) for i in range(3)]
+        assert engine.run(requests) == [alone[5]] * 3
+        assert engine.stats.prefix_cache_hits == 2 * len(COMMON)
+
     def test_preemption_changes_no_token(self, make_engine: Callable[..., Engine], alone: list[list[int]]) -> None:
         engine = make_engine(num_kv_blocks=18, block_size=4, max_model_len=72, enable_prefix_caching=False)
         assert engine.run(mixed()) == alone

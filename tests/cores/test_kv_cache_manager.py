@@ -13,7 +13,7 @@ def request(handle: int, prompt: list[int], cache_salt: str | None = None) -> Re
 
 def compute_all(kv_cache: KVCacheManager, request: Request) -> None:
     request.num_computed_tokens = request.num_tokens
-    kv_cache.cache_computed(request)
+    kv_cache.enter_cache(request, request.num_tokens)
 
 
 def test_a_request_gets_room_for_all_its_tokens_at_once() -> None:
@@ -73,12 +73,11 @@ def test_a_whole_prompt_in_the_cache_still_leaves_a_token_to_compute() -> None:
     assert second.num_computed_tokens == 4
 
 
-def test_a_block_can_be_found_only_once_it_is_computed() -> None:
+def test_only_blocks_that_are_full_can_be_found() -> None:
     kv_cache = KVCacheManager(num_blocks=16, block_size=4)
     first, second = request(1, [1] * 12), request(2, [1] * 12)
     assert kv_cache.admit(first)
-    first.num_computed_tokens = 7
-    kv_cache.cache_computed(first)
+    kv_cache.enter_cache(first, 7)
     assert kv_cache.admit(second)
     assert second.num_computed_tokens == 4
 
@@ -124,8 +123,7 @@ def test_a_reset_forgets_also_what_running_requests_go_on_computing() -> None:
     kv_cache = KVCacheManager(num_blocks=16, block_size=4)
     running = request(1, [1] * 12)
     assert kv_cache.admit(running)
-    running.num_computed_tokens = 4
-    kv_cache.cache_computed(running)
+    kv_cache.enter_cache(running, 4)
     kv_cache.reset_prefix_cache()
     compute_all(kv_cache, running)
     later = request(2, [1] * 12)

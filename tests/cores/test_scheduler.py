@@ -150,6 +150,17 @@ def test_a_hot_prefix_is_not_computed_again_and_not_counted_as_load() -> None:
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits, stats.num_prompt_tokens) == (64, 28, 64)
 
 
+def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
+    driver = Driver(max_num_batched_tokens=40)
+    for handle in range(3):  # the children of n = 3
+        driver.add(make_request(handle, prompt=[5] * 30))
+    assert driver.step() == [(0, 30), (1, 2), (2, 2)]
+    long = Driver(max_num_batched_tokens=20)
+    for handle in range(2):
+        long.add(make_request(handle, prompt=[6] * 30))
+    assert [long.step(), long.step()] == [[(0, 20)], [(0, 10), (1, 2)]]
+
+
 def test_eos_ends_a_request_unless_ignored() -> None:
     driver = Driver()
     driver.choose = lambda request: EOS
