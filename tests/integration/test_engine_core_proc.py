@@ -5,11 +5,13 @@ from __future__ import annotations
 import signal
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from cores.config import SimulatedConfig
+from cores.engine_core_proc import run_engine_core
 from cores.messages import (
     EngineCoreDead,
     EngineCoreOutputs,
@@ -22,7 +24,7 @@ from cores.messages import (
     UtilityResult,
 )
 from cores.testing import make_request, make_tiny_model_dir
-from tests.integration.engine_core_harness import EngineHarness
+from tests.integration.engine_core_harness import DEADLINE_S, EngineHarness
 
 FAST = SimulatedConfig(step_ms=1.0, prefill_us=0.0, seq_us=0.0)
 
@@ -217,6 +219,19 @@ def test_an_exception_in_a_step_is_told_to_everybody_with_its_traceback(engine: 
     assert len(front_end.tokens[1]) == 2  # what was computed before it arrived before it
     assert engine.receive_control(EngineCoreDead) == dead
     assert engine.wait_exit() == 1
+
+
+def test_it_lives_and_ends_in_a_thread_of_another_process_too(engine: EngineHarness) -> None:
+    """As in a Ray actor: no signal handlers, no process of its own."""
+    launch = engine.launch_config(FAST)
+    with ThreadPoolExecutor(1) as executor:
+        exit_code = executor.submit(run_engine_core, launch)
+        engine.front_end.wait_ready()
+        engine.front_end.add(make_request(1, max_tokens=5))
+        engine.front_end.receive_until(lambda: 1 in engine.front_end.finished)
+        engine.shut_down(10.0)
+        engine.front_end.receive_one(EngineCoreDead)
+        assert exit_code.result(DEADLINE_S) == 0
 
 
 def test_a_missing_model_is_one_clear_line_to_the_launcher(engine: EngineHarness) -> None:
