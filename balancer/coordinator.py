@@ -20,6 +20,7 @@ import zmq
 
 from balancer.coordinator_state import CoordinatorState
 from cores import codec
+from cores.log import set_up_logging
 from cores.messages import MemberLeft, MemberReport
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[by
 
 
 def main() -> int:
-    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s coordinator: %(message)s", level=logging.INFO)
+    set_up_logging()
     # Ctrl-C goes to the whole process group; the parent drains first and then closes our stdin.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

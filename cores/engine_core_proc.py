@@ -33,6 +33,7 @@ from cores.engine_core import EngineCore
 from cores.engine_loop import EngineLoop, Inbound, LastWords, Outbound
 from cores.engine_sockets import LINGER_S, InputThread, OutputThread, Socket, ZmqSockets
 from cores.launch.child_process import read_task
+from cores.log import set_up_logging
 from cores.messages import EngineCoreDead, EngineReady, EngineStarting, RankId, Shutdown
 from cores.runner.interface import ModelRunner
 
@@ -111,7 +112,7 @@ class EngineCoreProc:
         )
         self._output_thread.start()
         self._input_thread.start()
-        logger.info("%s is ready: %s", self._rank_id, ready)
+        logger.debug("%s is ready: %s", self._rank_id, ready)
 
     def _make_ready(self, core: EngineCore) -> EngineReady:
         config, info = self._launch.config, core.info
@@ -151,7 +152,7 @@ class EngineCoreProc:
 def main() -> int:
     """Reads its `EngineLaunch` from stdin. Ends at once at the end of file there: then the launcher is dead."""
     launch = from_plain(EngineLaunch, read_task())
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logging()
     threading.Thread(target=_end_with_parent, name="engine-parent-watch", daemon=True).start()
     proc = EngineCoreProc(launch)
 

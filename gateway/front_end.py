@@ -23,12 +23,12 @@ import zmq
 from cores.codec import encode
 from cores.config import from_plain
 from cores.launch.child_process import read_task
+from cores.log import set_up_logging
 from cores.messages import FrontEndFailed, FrontEndReady
 from gateway.async_llm import AsyncLLM
 from gateway.config import ConfigError, GatewayConfig
 from gateway.core_client.base import FrontEndPlace
 from gateway.errors import GatewayError
-from gateway.log import set_up_logging
 from gateway.server.app import RunningServer, run_server
 from gateway.server.state import ServerState
 

@@ -37,6 +37,7 @@ from cores.launch.child_process import forward_lines
 from cores.launch.interface import LaunchError, RankExit
 from cores.launch.rank_environment import Machine, thread_variables
 from cores.launch.ray_cluster import EmbeddedRayCluster
+from cores.log import set_up_logging
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class EngineCoreActor:
     def run(self, launch: Mapping[str, Any]) -> int:
         from cores.engine_core_proc import run_engine_core
 
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+        set_up_logging()
         return run_engine_core(from_plain(EngineLaunch, dict(launch)))
 
 

@@ -239,8 +239,8 @@ class AsyncMPClient(EngineCoreClient):
         self.ledger.add_rank(
             life.rank_id, max_num_batched_tokens=ready.max_num_batched_tokens, max_num_seqs=ready.max_num_seqs, now=now
         )
-        self.events.add("ready", life.rank_id.rank, f"{life.rank_id} is ready on {ready.node}, pid {ready.pid}", now)
-        logger.info("%s is ready on %s, pid %d, %s", life.rank_id, ready.node, ready.pid, ready.device)
+        text = f"epoch {life.rank_id.epoch} is ready on {ready.node}, {ready.device}, pid {ready.pid}"
+        self.events.add("ready", life.rank_id.rank, text, now)
         if all(r.life.ready is not None for r in self._ranks.values()):
             self._all_ready.set()
 
@@ -299,9 +299,9 @@ class AsyncMPClient(EngineCoreClient):
         now, headline = self._clock(), cause.partition("\n")[0]
         rank.life.health.on_dead(now, headline)
         rank.on_death(headline, now)
-        text = f"{rank_id} died with {len(self.ledger.handles_on(rank_id))} requests in flight: {headline}"
-        self.events.add("death", rank_id.rank, text, now)
-        logger.log(logging.INFO if self._closed else logging.ERROR, "%s", text)
+        text = f"died with {len(self.ledger.handles_on(rank_id))} requests in flight: {headline}"
+        self.events.add("death", rank_id.rank, f"epoch {rank_id.epoch} {text}", now)
+        logger.log(logging.INFO if self._closed else logging.ERROR, "%s %s", rank_id, text)
         self._received.put_nowait(EngineDied(rank_id, headline))
         if tell_launcher:
             self._link.send(m.RankDied(rank_id, headline))
@@ -347,10 +347,9 @@ class AsyncMPClient(EngineCoreClient):
             logger.warning("%s is suspect: nothing heard for %.1f s", life.rank_id, silent_s)
             self._link.send(m.RankSuspected(life.rank_id, silent_s))
         elif state is RankState.STALLED:
-            progress_s = life.health.last_progress_s(now)
-            text = f"{life.rank_id} is stalled: it has work and made no step for {progress_s:.1f} s"
-            logger.warning("%s", text)
-            self.events.add("stall", life.rank_id.rank, text, now)
+            text = f"stalled: it has work and made no step for {life.health.last_progress_s(now):.1f} s"
+            logger.warning("%s %s", life.rank_id, text)
+            self.events.add("stall", life.rank_id.rank, f"epoch {life.rank_id.epoch} {text}", now)
 
     # --- what it looks like -------------------------------------------------------------------------------------------
 

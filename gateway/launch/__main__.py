@@ -16,11 +16,11 @@ from typing import TextIO
 
 from cores.config import from_plain
 from cores.launch.child_process import read_task
+from cores.log import set_up_logging
 from gateway.config import GatewayConfig
 from gateway.launch.launcher import Launcher
 from gateway.launch.ranks import make_rank_launcher
 from gateway.launch.serve import live, serve
-from gateway.log import set_up_logging
 
 
 def main() -> int:

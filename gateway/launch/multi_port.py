@@ -23,10 +23,10 @@ from cores.launch.child_process import ChildProcess
 from cores.launch.interface import LaunchError
 from cores.launch.rank_environment import Machine, thread_variables
 from cores.launch.ray_cluster import EmbeddedRayCluster, use_own_token
+from cores.log import set_up_logging
 from gateway.config import GatewayConfig
 from gateway.launch.run_directory import RunDirectory
 from gateway.launch.serve import EXIT_FAILED, EXIT_USAGE, StopSignals, cancelled_at_exit, with_model_path
-from gateway.log import set_up_logging
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from cores.launch.child_process import parent_died
+from cores.log import set_up_logging
 from gateway.config import ConfigError, GatewayConfig
 from gateway.launch import listener as listening
 from gateway.launch.launcher import Launcher, StartError
 from gateway.launch.ranks import make_rank_launcher
 from gateway.launch.run_directory import RunDirectory
-from gateway.log import set_up_logging
 from gateway.models import resolve_model
 
 logger = logging.getLogger(__name__)

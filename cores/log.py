@@ -8,7 +8,7 @@ import sys
 LEVELS = ("debug", "info", "warning", "error")
 
 
-def set_up_logging(level: str) -> None:
+def set_up_logging(level: str = "info") -> None:
     logging.basicConfig(
         stream=sys.stderr,
         level=level.upper(),
