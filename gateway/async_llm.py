@@ -160,7 +160,7 @@ class AsyncLLM(EngineClient):
             raise InvalidRequestError(f"lora_request: no adapter is loaded, got {lora_request!r}", "lora_request")
         if trace_headers:
             self._warn_about_tracing()
-        self._check_open()
+        self.check_admission(num_sequences=0)
         processed = await self.input_processor.process(prompt, sampling_params)
         params = processed.sampling_params
         self.check_admission(params.n, len(processed.prompt_token_ids))
@@ -246,17 +246,19 @@ class AsyncLLM(EngineClient):
         """Ends everything in flight: every reader gets its partial answer with finish reason "abort"."""
         self.core_client.abort_requests(self.output_processor.abort_all())
 
-    def _check_open(self) -> None:
-        if self.errored:
-            raise self.dead_error
-        if self._stopped:
-            raise EngineDeadError("the engine client was shut down")
-        if self._draining:
-            self._num_rejected += 1
-            raise OverloadedError("the server is shutting down")
-
     def check_admission(self, num_sequences: int = 1, num_tokens: int = 0) -> None:
-        self._check_open()
+        refusal = self.refusal(num_sequences, num_tokens)
+        if refusal is not None:
+            self._num_rejected += isinstance(refusal, OverloadedError)
+            raise refusal
+
+    def refusal(self, num_sequences: int = 1, num_tokens: int = 0) -> BaseException | None:
+        if self.errored:
+            return self.dead_error
+        if self._stopped:
+            return EngineDeadError("the engine client was shut down")
+        if self._draining:
+            return OverloadedError("the server is shutting down")
         limits = self.config.admission
         requests, tokens = self.output_processor.num_unfinished, self.core_client.num_queued_tokens
         for what, limit, present, more in (
@@ -264,8 +266,8 @@ class AsyncLLM(EngineClient):
             ("prompt tokens", limits.max_num_queued_tokens, tokens, num_tokens),
         ):
             if limit is not None and present + more > limit:
-                self._num_rejected += 1
-                raise OverloadedError(f"the server is full: {present} {what} of at most {limit} are queued, {more} more came")
+                return OverloadedError(f"the server is full: {present} {what} of at most {limit} are queued, {more} more came")
+        return None
 
     def _warn_about_tracing(self) -> None:
         if not self._trace_warned:

@@ -107,6 +107,10 @@ class EngineClient(ABC):
         """Raises `OverloadedError` when a request of that size would be refused, `EngineDeadError` when errored."""
 
     @abstractmethod
+    def refusal(self, num_sequences: int = 1, num_tokens: int = 0) -> BaseException | None:
+        """What `check_admission` would raise, for probes: asking counts no rejection."""
+
+    @abstractmethod
     async def check_health(self) -> None:
         """Raises `EngineDeadError` when no rank can serve."""
 

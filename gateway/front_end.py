@@ -78,6 +78,7 @@ class FrontEnd:
 
     async def _serve(self, llm: AsyncLLM, server: RunningServer) -> int:
         llm.output_processor.on_finished = self.state.metrics.on_finished
+        llm.output_processor.on_tokens = self.state.metrics.on_tokens
         self.state.engine = llm
         llm.core_client.link.send(
             FrontEndReady(self.place.index, type(llm.core_client).__name__, len(self.config.parallel.ranks))

@@ -6,15 +6,18 @@ Shipped, so that users can test their own servers and clients of `EngineClient`.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from cores.sampling_params import RequestOutputKind, SamplingParams
+from gateway.chat_messages import normalise_messages
 from gateway.config import GatewayConfig
 from gateway.engine_client import EngineClient, ModelConfig, Prompt
 from gateway.errors import EngineDeadError, GatewayError, OverloadedError
+from gateway.input_processor import InputProcessor
 from gateway.outputs import CompletionOutput, PositionLogprobs, RequestOutput, RequestStats
 from gateway.status import BalancerStatus, FrontEndStatus, RankStatus, StatusSnapshot, Totals
 
@@ -33,6 +36,9 @@ class FakeTokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         return "".join(chr(i) for i in token_ids if not (skip_special_tokens and i == BOS_TOKEN_ID))
 
+    def max_chars(self, num_tokens: int) -> int:
+        return num_tokens
+
     def token_bytes(self, token_id: int) -> bytes:
         return chr(token_id).encode()
 
@@ -44,9 +50,9 @@ class FakeRenderer:
         self.tokenizer = FakeTokenizer()
         self.rendered: list[dict[str, Any]] = []  # the arguments of each call
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def render_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         self.rendered.append({"messages": messages, **options})
-        text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        text = "".join(f"<{message['role']}>{message['content']}" for message in normalise_messages(list(messages)))
         return text + "<assistant>" * bool(options.get("add_generation_prompt", True))
 
     async def encode_async(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -184,11 +190,11 @@ class FakeEngineClient(EngineClient):
         self.model_config = ModelConfig("fake", "/models/fake", 1000, FakeTokenizer.vocab_size, (2,), 1_700_000_000)
         self.fake_renderer = FakeRenderer()
         self.renderer = cast(Any, self.fake_renderer)
-        self.input_processor = cast(Any, None)  # nothing above the engine client needs it here
+        self.input_processor = InputProcessor(self.model_config, self.renderer, random.Random(0))
         self.script = script or says("Hello, world")
         self.requests: list[FakeRequest] = []
         self.aborted: list[str] = []
-        self.refusal: GatewayError | None = None  # what `check_admission` and `generate` raise
+        self.overload: OverloadedError | None = None  # what `check_admission` and `generate` raise
         self.death: EngineDeadError | None = None
         self.state = "ready"
         self.ranks: tuple[RankStatus, ...] = (RankStatus(rank=0, epoch=1, state="ready", node="here", pid=1, device="cpu"),)
@@ -258,10 +264,12 @@ class FakeEngineClient(EngineClient):
                     request.put("", index, finish_reason="abort")
 
     def check_admission(self, num_sequences: int = 1, num_tokens: int = 0) -> None:
-        if self.death is not None:
-            raise self.death
-        if self.refusal is not None:
-            raise self.refusal
+        refusal = self.refusal()
+        if refusal is not None:
+            raise refusal
+
+    def refusal(self, num_sequences: int = 1, num_tokens: int = 0) -> BaseException | None:
+        return self.death or self.overload
 
     async def check_health(self) -> None:
         if self.death is not None:
@@ -272,7 +280,7 @@ class FakeEngineClient(EngineClient):
 
     def start_draining(self) -> None:
         self.state = "draining"
-        self.refusal = OverloadedError("the server is shutting down")
+        self.overload = OverloadedError("the server is shutting down")
 
     async def wait_until_idle(self, timeout_s: float) -> bool:
         try:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gateway.engine_client import EngineClient
 from gateway.errors import InvalidRequestError
+from gateway.renderer import Renderer
 from gateway.server.schema import ChatCompletionRequest, CompletionRequest, TokenizeRequest
-
-if TYPE_CHECKING:
-    from gateway.renderer import Renderer
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +18,13 @@ class TokenizedPrompt:
     text: str | None  # None: it came as token ids
 
 
-async def completion_prompts(request: CompletionRequest, renderer: Renderer) -> list[TokenizedPrompt]:
+async def completion_prompts(request: CompletionRequest, engine: EngineClient) -> list[TokenizedPrompt]:
     """One or more prompts, in order. Raises `InvalidRequestError`."""
     add_special_tokens = request.add_special_tokens is not False
     prompts = []
     for prompt in split_prompts(request.prompt):
         if isinstance(prompt, str):
-            prompts.append(TokenizedPrompt(await renderer.encode_async(prompt, add_special_tokens), prompt))
+            prompts.append(await _tokenize(engine, prompt, add_special_tokens))
         else:
             prompts.append(TokenizedPrompt(prompt, None))
     return prompts
@@ -60,7 +59,7 @@ def render_messages(request: ChatCompletionRequest | TokenizeRequest, renderer: 
             "add_generation_prompt and continue_final_message exclude each other", "continue_final_message"
         )
     return renderer.render_chat(
-        normalise_messages(request.messages or []),
+        request.messages or [],
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         tools=request.tools,
@@ -68,41 +67,13 @@ def render_messages(request: ChatCompletionRequest | TokenizeRequest, renderer: 
     )
 
 
-async def chat_prompt(request: ChatCompletionRequest | TokenizeRequest, renderer: Renderer) -> TokenizedPrompt:
+async def chat_prompt(request: ChatCompletionRequest | TokenizeRequest, engine: EngineClient) -> TokenizedPrompt:
     """Raises `InvalidRequestError`."""
-    text = render_messages(request, renderer)
+    text = render_messages(request, engine.renderer)
     # The template writes the special tokens itself.
-    return TokenizedPrompt(await renderer.encode_async(text, bool(request.add_special_tokens)), text)
+    return await _tokenize(engine, text, bool(request.add_special_tokens))
 
 
-def normalise_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates expect them: text content only. Raises `InvalidRequestError`."""
-    if not messages:
-        raise InvalidRequestError("messages must not be empty", "messages")
-    return [_normalise_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
-
-
-def _normalise_message(where: str, message: dict[str, Any]) -> dict[str, Any]:
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise InvalidRequestError(f"{where}.role must be a name such as 'user', got {role!r}", "messages")
-    content = message.get("content")
-    if isinstance(content, list):
-        texts = [_part_text(f"{where}.content[{i}]", part) for i, part in enumerate(content)]
-        return {**message, "content": "\n".join(texts)}
-    if content is not None and not isinstance(content, str):
-        raise InvalidRequestError(f"{where}.content must be text or a list of parts, got {content!r}", "messages")
-    if content is None and role in ("system", "developer", "user"):
-        raise InvalidRequestError(f"{where}.content is required for the role {role!r}", "messages")
-    return message if content is not None else {**message, "content": ""}
-
-
-def _part_text(where: str, part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get("text") if kind in ("text", "input_text") else part.get("refusal") if kind == "refusal" else None
-    if not isinstance(text, str):
-        what = f"type {kind!r}" if kind is not None else repr(part)
-        raise InvalidRequestError(f"{where}: {what} is not supported; allowed: {{'type': 'text', 'text': …}}", "messages")
-    return text
+async def _tokenize(engine: EngineClient, text: str, add_special_tokens: bool) -> TokenizedPrompt:
+    engine.input_processor.check_text(text)
+    return TokenizedPrompt(await engine.renderer.encode_async(text, add_special_tokens), text)

@@ -30,7 +30,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     routing = Routing.from_request(request, request_id)
     # Before the work of rendering and tokenizing, which an overloaded server cannot afford for nothing.
     engine.check_admission(params.n)
-    prompt = await chat_prompt(body, engine.renderer)
+    prompt = await chat_prompt(body, engine)
     options = body.stream_options
     answer = Answer(
         id=f"chatcmpl-{request_id}",

@@ -29,7 +29,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     params = to_sampling_params(body)
     routing = Routing.from_request(request, request_id)
     engine.check_admission(params.n * len(split_prompts(body.prompt)))
-    prompts = await completion_prompts(body, engine.renderer)
+    prompts = await completion_prompts(body, engine)
     options = body.stream_options
     answer = Answer(
         id=f"cmpl-{request_id}",

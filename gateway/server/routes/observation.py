@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from gateway.errors import EngineDeadError, OverloadedError
 from gateway.server.json_response import json_response
 from gateway.server.state import STATE, ServerState
 from gateway.version import __version__
@@ -67,8 +66,5 @@ def why_not_ready(state: ServerState) -> str | None:
     status = engine.status()
     if status.state not in WELCOMING_STATES:
         return status.state
-    try:
-        engine.check_admission()
-    except (OverloadedError, EngineDeadError) as error:
-        return str(error)
-    return None
+    refusal = engine.refusal()
+    return None if refusal is None else str(refusal)

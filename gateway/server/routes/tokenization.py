@@ -31,9 +31,9 @@ async def tokenize(request: web.Request) -> web.Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("exactly one of prompt and messages is required", "prompt")
     if body.prompt is not None:
-        ids: Sequence[int] = await engine.renderer.encode_async(body.prompt, body.add_special_tokens is not False)
+        ids = await engine.renderer.encode_async(body.prompt, body.add_special_tokens is not False)
     else:
-        ids = (await chat_prompt(body, engine.renderer)).token_ids
+        ids = (await chat_prompt(body, engine)).token_ids
     tokenizer = engine.renderer.tokenizer
     return json_response(
         {

@@ -80,10 +80,10 @@ async def test_a_dead_engine_is_neither_healthy_nor_ready_and_fails_requests_at_
 
 async def test_draining_and_full_servers_are_healthy_but_not_ready(serve: Any) -> None:
     served = await serve()
-    served.engine.refusal = OverloadedError("the server is full")
+    served.engine.overload = OverloadedError("the server is full")
     assert await probes(served) == (200, 503, 200)
     assert "full" in (await served.get("/ready"))[1]
-    served.engine.refusal = None
+    served.engine.overload = None
     served.engine.start_draining()
     assert await probes(served) == (200, 503, 200)
     assert (await served.post("/v1/chat/completions", CHAT_BODY))[0] == 503

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from gateway.server.prompts import chat_prompt, normalise_messages, split_prompts
+from gateway.errors import InvalidRequestError
+from gateway.server.prompts import chat_prompt, split_prompts
 from gateway.server.schema import BodyDecoder, ChatCompletionRequest
-from gateway.testing import FakeRenderer
+from gateway.testing import FakeEngineClient
 
 decoder = BodyDecoder(ChatCompletionRequest)
 
@@ -27,36 +28,33 @@ def test_prompts_are_split_by_their_kind(prompt: Any, expected: Any) -> None:
     assert split_prompts(prompt) == expected
 
 
-def test_text_parts_are_joined_and_everything_else_of_a_message_is_kept() -> None:
-    message = {
-        "role": "user",
-        "name": "Ann",
-        "content": [{"type": "text", "text": "a"}, "b", {"type": "input_text", "text": "c"}],
-    }
-    assert normalise_messages([message]) == [{"role": "user", "name": "Ann", "content": "a\nb\nc"}]
-    assistant = {"role": "assistant", "tool_calls": [{"id": "1"}]}
-    assert normalise_messages([assistant]) == [{**assistant, "content": ""}]
-
-
 async def test_template_options_reach_the_renderer() -> None:
-    renderer = FakeRenderer()
+    engine = FakeEngineClient()
     tools = [{"type": "function"}]
-    prompt = await chat_prompt(chat_request(tools=tools, chat_template_kwargs={"thinking": False}), cast(Any, renderer))
+    prompt = await chat_prompt(chat_request(tools=tools, chat_template_kwargs={"thinking": False}), engine)
     assert prompt.text == "<user>hi<assistant>"
     assert list(prompt.token_ids) == [ord(char) for char in prompt.text]
-    assert renderer.rendered[0]["tools"] == tools
-    assert renderer.rendered[0]["chat_template_kwargs"] == {"thinking": False}
+    assert engine.fake_renderer.rendered[0]["tools"] == tools
+    assert engine.fake_renderer.rendered[0]["chat_template_kwargs"] == {"thinking": False}
 
 
 async def test_continuing_a_message_needs_no_second_flag() -> None:
-    renderer = FakeRenderer()
-    prompt = await chat_prompt(chat_request(continue_final_message=True), cast(Any, renderer))
+    engine = FakeEngineClient()
+    prompt = await chat_prompt(chat_request(continue_final_message=True), engine)
     assert prompt.text == "<user>hi"
-    assert renderer.rendered[0]["continue_final_message"] is True
+    assert engine.fake_renderer.rendered[0]["continue_final_message"] is True
 
 
 async def test_special_tokens_are_the_templates_unless_asked_for() -> None:
-    assert (await chat_prompt(chat_request(add_special_tokens=True), cast(Any, FakeRenderer()))).token_ids[0] == 1
+    assert (await chat_prompt(chat_request(add_special_tokens=True), FakeEngineClient())).token_ids[0] == 1
+
+
+async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:
+    engine = FakeEngineClient()
+    messages = [{"role": "user", "content": "x" * engine.model_config.max_model_len}]
+    with pytest.raises(InvalidRequestError) as error:
+        await chat_prompt(chat_request(messages=messages), engine)
+    assert error.value.code == "context_length_exceeded"
 
 
 def test_unknown_fields_are_named_in_the_debug_log_only(caplog: pytest.LogCaptureFixture) -> None:
