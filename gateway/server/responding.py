@@ -79,7 +79,8 @@ async def _write_outputs(
         # Once per output of every stream: the hot path of the server.
         data = encoder.encode(output)
         if data and not encoder.is_finished:
-            await response.write(data)
+            # `response.write` does the same behind one more coroutine and three checks: 0.9 µs.
+            await writer.write(data)
             # aiohttp itself waits for a slow reader only once in 64 KiB. Waiting as soon as the transport asks for it lets
             # the tokens merge in the request's collector instead of piling up as bytes.
             if protocol.writing_paused:
