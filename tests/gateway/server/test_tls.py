@@ -1,0 +1,47 @@
+"""TLS on the listening socket, and certificates that cannot be used."""
+
+from __future__ import annotations
+
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.config import ConfigError, ServerConfig
+from gateway.server.app import make_ssl_context
+
+COMMAND = (
+    "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
+    "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    if shutil.which("openssl") is None:
+        pytest.skip("makes its certificate with openssl")
+    directory = tmp_path_factory.mktemp("tls")
+    subprocess.run(COMMAND, cwd=directory, check=True, capture_output=True, timeout=60)
+    return {"ssl_certfile": str(directory / "cert.pem"), "ssl_keyfile": str(directory / "key.pem")}
+
+
+async def test_requests_are_served_over_tls_and_only_over_tls(serve: Any, certificate: dict[str, str]) -> None:
+    served = await serve(**certificate)
+    context = ssl.create_default_context(cafile=certificate["ssl_certfile"])
+    url = f"https://127.0.0.1:{served.port}/v1/completions"
+    async with served.http.post(url, json={"prompt": "a"}, ssl=context) as response:
+        assert (await response.json())["choices"][0]["text"] == "Hello, big world"
+    reader, _ = await served.raw(b"GET /live HTTP/1.1\r\nHost: t\r\n\r\n")
+    assert b"200 OK" not in await reader.read()
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.pem").write_text("no certificate")
+    for name in ("bad.pem", "missing.pem"):
+        config = ServerConfig(ssl_certfile=str(tmp_path / name), ssl_keyfile=str(tmp_path / "key.pem"))
+        with pytest.raises(ConfigError, match=name):
+            make_ssl_context(config)
+    assert make_ssl_context(ServerConfig()) is None
