@@ -30,6 +30,7 @@ async def tokenize(request: web.Request) -> web.Response:
     state.resolve_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("exactly one of prompt and messages is required", "prompt")
+    ids: Sequence[int]
     if body.prompt is not None:
         ids = await engine.renderer.encode_async(body.prompt, body.add_special_tokens is not False)
     else:
