@@ -26,6 +26,7 @@ from typing import Any
 from balancer.load import RoutingRequest
 from cores.messages import EngineCoreOutputs, EngineCoreRequest, UtilityResult
 from cores.sampling_params import SamplingParams
+from gateway.admission import Admission, OneFrontEnd, Usage, UsageSlots
 from gateway.config import GatewayConfig
 from gateway.core_client import AsyncMPClient, make_async_mp_client
 from gateway.core_client.base import EngineDied, EngineFailed, FrontEndPlace
@@ -57,6 +58,7 @@ class AsyncLLM(EngineClient):
         renderer: Renderer,
         core_client: AsyncMPClient,
         *,
+        slots: UsageSlots | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -74,7 +76,7 @@ class AsyncLLM(EngineClient):
         self._draining = False
         self._stopped = False
         self._num_requests = 0
-        self._num_rejected = 0
+        self.admission = Admission(config.admission, slots or OneFrontEnd())
         self._trace_warned = False
         self._own_run_directory: str | None = None
 
@@ -163,7 +165,7 @@ class AsyncLLM(EngineClient):
         self.check_admission(num_sequences=0)
         processed = await self.input_processor.process(prompt, sampling_params)
         params = processed.sampling_params
-        self.check_admission(params.n, len(processed.prompt_token_ids))
+        self.admission.admit(self._usage, Usage(params.n, len(processed.prompt_token_ids)), self._clock())
         collector = RequestOutputCollector(params.output_kind)
         request = EngineCoreRequest(
             handle=0,  # each sequence gets its own when it is submitted
@@ -232,7 +234,7 @@ class AsyncLLM(EngineClient):
             self.output_processor.remove(handles)
             self.core_client.abort_requests(handles)  # of those that were sent
             if isinstance(error, OverloadedError):
-                self._num_rejected += 1
+                self.admission.num_rejected += 1
             raise
         self._num_requests += 1
 
@@ -249,7 +251,7 @@ class AsyncLLM(EngineClient):
     def check_admission(self, num_sequences: int = 1, num_tokens: int = 0) -> None:
         refusal = self.refusal(num_sequences, num_tokens)
         if refusal is not None:
-            self._num_rejected += isinstance(refusal, OverloadedError)
+            self.admission.num_rejected += isinstance(refusal, OverloadedError)
             raise refusal
 
     def refusal(self, num_sequences: int = 1, num_tokens: int = 0) -> BaseException | None:
@@ -259,15 +261,11 @@ class AsyncLLM(EngineClient):
             return EngineDeadError("the engine client was shut down")
         if self._draining:
             return OverloadedError("the server is shutting down")
-        limits = self.config.admission
-        requests, tokens = self.output_processor.num_unfinished, self.core_client.num_queued_tokens
-        for what, limit, present, more in (
-            ("requests", limits.max_num_queued_requests, requests, num_sequences),
-            ("prompt tokens", limits.max_num_queued_tokens, tokens, num_tokens),
-        ):
-            if limit is not None and present + more > limit:
-                return OverloadedError(f"the server is full: {present} {what} of at most {limit} are queued, {more} more came")
-        return None
+        return self.admission.refusal(self._usage, Usage(num_sequences, num_tokens), self._clock())
+
+    @property
+    def _usage(self) -> Usage:
+        return Usage(self.output_processor.num_unfinished, self.core_client.num_queued_tokens)
 
     def _warn_about_tracing(self) -> None:
         if not self._trace_warned:
@@ -300,6 +298,8 @@ class AsyncLLM(EngineClient):
                 self.core_client.abort_requests(done.abort_handles)
             if done.finished_handles:
                 self.core_client.release(done.finished_handles)
+            if num_ended := len(done.finished_handles) + len(done.abort_handles):
+                self.admission.drain_rate.on_ended(num_ended, self._clock())
             # Between slices and between batches: queued batches must not keep the loop from HTTP.
             await asyncio.sleep(0)
 
@@ -362,7 +362,7 @@ class AsyncLLM(EngineClient):
             requests=self._num_requests,
             aborted=counters.aborted,
             failed=counters.failed,
-            rejected=self._num_rejected,
+            rejected=self.admission.num_rejected,
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
         )

@@ -1,4 +1,4 @@
-"""Draws one frame of `gateway status` as an SVG: `python scripts/status_picture.py URL OUT.svg`. The README's picture is made so."""
+"""Draws one frame of `gateway status` as an SVG, the README's picture: `python scripts/status_picture.py URL OUT.svg`."""
 
 from __future__ import annotations
 
