@@ -356,7 +356,10 @@ class AsyncLLM(EngineClient):
         ranks = tuple(client.rank_statuses(now))
         ages = [rank.signal_age_ms for rank in ranks if rank.signal_age_ms is not None]
         front_end = FrontEndStatus(
-            index=0, pid=os.getpid(), in_flight=self.output_processor.num_unfinished, event_loop_lag_ms=self.loop_lag.worst_ms
+            index=self.core_client.place.index,
+            pid=os.getpid(),
+            in_flight=self.output_processor.num_unfinished,
+            event_loop_lag_ms=self.loop_lag.worst_ms,
         )
         totals = Totals(
             requests=self._num_requests,

@@ -55,6 +55,9 @@ class Histogram:
         return rows
 
 
+PlainHistograms = dict[str, dict[str, list[float]]]  # by rank ("" for none), by name: the counts, and the sum behind them
+
+
 class RankHistograms:
     """What the requests went through whose first rank this was."""
 
@@ -66,6 +69,18 @@ class RankHistograms:
         self.prompt_tokens = Histogram(one_two_five(1, 1_000_000))
         self.generation_tokens = Histogram(one_two_five(1, 1_000_000))
         self.finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
+
+    def to_plain(self) -> dict[str, list[float]]:
+        plain = {name: [*getattr(self, name).counts, getattr(self, name).sum] for _, _, name in _HISTOGRAM_ROWS}
+        return plain | {"finished": [float(self.finished[reason]) for reason in FINISH_REASONS]}
+
+    def add_plain(self, plain: dict[str, list[float]]) -> None:
+        for _, _, name in _HISTOGRAM_ROWS:
+            histogram: Histogram = getattr(self, name)
+            *counts, total = plain[name]
+            histogram.counts = [a + int(b) for a, b in zip(histogram.counts, counts, strict=True)]
+            histogram.sum += total
+        self.finished.update({reason: int(n) for reason, n in zip(FINISH_REASONS, plain["finished"], strict=True)})
 
 
 class RequestMetrics:
@@ -95,6 +110,18 @@ class RequestMetrics:
         histograms.e2e_latency.observe(request.last_token_s - request.arrival_s)
         histograms.prompt_tokens.observe(request.num_prompt_tokens)
         histograms.generation_tokens.observe(request.num_generation_tokens)
+
+    def to_plain(self) -> PlainHistograms:
+        """For another process to add to its own."""
+        return {"" if rank is None else str(rank): histograms.to_plain() for rank, histograms in self.by_rank.items()}
+
+    def plus(self, plains: Iterable[PlainHistograms]) -> RequestMetrics:
+        """These and what other processes have counted."""
+        total = RequestMetrics()
+        for plain in (self.to_plain(), *plains):
+            for rank, by_name in plain.items():
+                total.by_rank[int(rank) if rank else None].add_plain(by_name)
+        return total
 
     def render(self, snapshot: StatusSnapshot, prefix: str) -> bytes:
         """The text of one scrape."""

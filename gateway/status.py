@@ -14,6 +14,7 @@ class FrontEndStatus:
     in_flight: int = 0
     queued: int = 0
     event_loop_lag_ms: float = 0.0
+    age_s: float = 0.0  # of this row: another front end's last word may be old
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,7 @@ class AsyncMPClient(EngineCoreClient):
         self.num_stale_frames = 0
         self.on_shutdown: Callable[[float], None] = lambda timeout_s: None  # the launcher's order; set by the front end
         self._config = config
-        self._place = place
+        self.place = place
         self._clock = clock
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._commands = LoopSocket(self._context, zmq.ROUTER, self._on_command_socket)
@@ -74,7 +74,7 @@ class AsyncMPClient(EngineCoreClient):
     # --- life of the client -------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        place = self._place
+        place = self.place
         input_address = self._commands.bind(ipc_address(place.run_directory, f"fe{place.index}-in"))
         output_address = self._outputs.bind(ipc_address(place.run_directory, f"fe{place.index}-out"))
         self._commands.start()

@@ -56,7 +56,7 @@ class DPAsyncMPClient(AsyncMPClient):
             ranks = tuple((r.life.rank_id, r.life.health.state.value, r.life.load) for r in self._ranks.values())
             if ranks != last_ranks or self._clock() - last_s >= IDLE_REPORT_INTERVAL_S:
                 last_ranks, last_s = ranks, self._clock()
-                self._coordinator.send([encode(m.MemberReport(self._member, self._place.url, ranks))])
+                self._coordinator.send([encode(m.MemberReport(self._member, self.place.url, ranks))])
             await asyncio.sleep(m.LOAD_REPORT_INTERVAL_S)
 
     def _on_coordinator_message(self, frames: list[bytes]) -> None:

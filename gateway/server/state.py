@@ -13,6 +13,7 @@ from aiohttp import web
 from gateway.config import GatewayConfig
 from gateway.engine_client import EngineClient
 from gateway.errors import InvalidRequestError, OverloadedError
+from gateway.front_end_board import FrontEndBoard, whole_endpoint
 from gateway.metrics import RequestMetrics
 from gateway.server.auth import KeyRing
 from gateway.status import StatusSnapshot
@@ -26,7 +27,8 @@ class ServerState:
     config: GatewayConfig
     engine: EngineClient | None = None
     starting_status: Callable[[], StatusSnapshot] | None = None  # what `/status` says while there is no engine
-    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)  # of this front end
+    board: FrontEndBoard | None = None  # where the other front ends of the endpoint are seen
     max_body_bytes: int = 64 * 1024 * 1024
     body_timeout_s: float = 60.0  # for the whole body, from its headers on
     num_in_flight: int = 0  # inference requests of this server
@@ -44,6 +46,19 @@ class ServerState:
         return self.engine
 
     def status(self) -> StatusSnapshot:
+        """Of the endpoint: all its front ends together."""
+        own = self._own_status()
+        if self.board is None:
+            return own
+        return whole_endpoint(own, self.board.others(), self.board.past(), time.monotonic())
+
+    def request_metrics(self) -> RequestMetrics:
+        """Of the endpoint."""
+        if self.board is None:
+            return self.metrics
+        return self.metrics.plus(report.histograms for report in (*self.board.others(), *self.board.past()))
+
+    def _own_status(self) -> StatusSnapshot:
         if self.engine is not None:
             return self.engine.status()
         if self.starting_status is not None:

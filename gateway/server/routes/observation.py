@@ -36,7 +36,7 @@ async def status(request: web.Request) -> web.Response:
 @routes.get("/metrics")
 async def metrics(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    exposition = state.metrics.render(state.status(), prefix=state.config.server.metrics_prefix)
+    exposition = state.request_metrics().render(state.status(), prefix=state.config.server.metrics_prefix)
     return web.Response(body=exposition, headers={"Content-Type": state.metrics.content_type})
 
 

@@ -1,0 +1,72 @@
+"""Several front ends answer as one endpoint, and no counter goes back when one of them starts again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gateway.front_end_board import FrontEndBoard, Report, whole_endpoint
+from gateway.metrics import RequestMetrics
+from gateway.output_processor import TokenTimes
+from gateway.status import FrontEndStatus, RankStatus, StatusSnapshot, Totals
+
+
+def make_snapshot(index: int, requests: int, **rank: int) -> StatusSnapshot:
+    return StatusSnapshot(
+        version="1",
+        mode="AsyncMPClient",
+        model="m",
+        uptime_s=1.0,
+        state="ready",
+        front_ends=(FrontEndStatus(index=index, pid=100 + index, in_flight=requests),),
+        ranks=(RankStatus(rank=0, epoch=1, state="ready", waiting=7, **rank),),
+        totals=Totals(requests=requests, generation_tokens=10 * requests),
+    )
+
+
+def make_metrics(*ttft_s: float) -> RequestMetrics:
+    metrics = RequestMetrics()
+    metrics.on_tokens(TokenTimes(rank=0, time_to_first_token_s=list(ttft_s)))
+    return metrics
+
+
+def num_first_tokens(metrics: RequestMetrics) -> int:
+    return sum(metrics.by_rank[0].time_to_first_token.counts)
+
+
+def test_any_front_end_answers_for_all(tmp_path: Path) -> None:
+    boards = [FrontEndBoard(tmp_path, index, 2) for index in range(2)]
+    for board in boards:
+        board.open()
+    other = make_snapshot(1, 5, requests_total=5, ledger_tokens=50, generation_tokens=90)
+    boards[1].publish(Report(10.0, other, make_metrics(0.1, 0.2).to_plain()))
+    own = make_snapshot(0, 3, requests_total=3, ledger_tokens=30, generation_tokens=100)
+    whole = whole_endpoint(own, boards[0].others(), boards[0].past(), now=12.0)
+    assert [(f.index, f.in_flight, f.age_s) for f in whole.front_ends] == [(0, 3, 0.0), (1, 5, 2.0)]
+    assert (whole.totals.requests, whole.totals.generation_tokens) == (8, 80)
+    (rank,) = whole.ranks
+    assert (rank.requests_total, rank.ledger_tokens) == (8, 80)  # each counts its own
+    assert (rank.waiting, rank.generation_tokens) == (7, 100)  # everybody is told the same
+    metrics = make_metrics(0.3).plus(report.histograms for report in boards[0].others())
+    assert num_first_tokens(metrics) == 3
+
+
+def test_counters_go_on_where_the_predecessors_stopped(tmp_path: Path) -> None:
+    for life in range(3):
+        board = FrontEndBoard(tmp_path, 0, 1)
+        board.open()
+        snapshot = make_snapshot(0, 4, requests_total=4, ledger_tokens=9, deaths=life)
+        metrics = make_metrics(0.1)
+        whole = whole_endpoint(snapshot, board.others(), board.past(), now=1.0)
+        assert whole.totals.requests == 4 * (life + 1)
+        assert whole.ranks[0].requests_total == 4 * (life + 1)
+        assert whole.ranks[0].ledger_tokens == 9  # what the dead had booked is gone with them
+        assert whole.ranks[0].deaths == life
+        assert len(whole.front_ends) == 1
+        assert num_first_tokens(metrics.plus(r.histograms for r in board.past())) == life + 1
+        board.publish(Report(1.0, snapshot, metrics.to_plain()))
+
+
+def test_a_broken_file_is_nobody(tmp_path: Path) -> None:
+    board = FrontEndBoard(tmp_path, 0, 2)
+    (tmp_path / "front-end-1.json").write_text('{"at_s": "soon"}')
+    assert board.others() == []
