@@ -1,6 +1,6 @@
 """What the front ends of one endpoint tell each other, so that any of them can answer for all: a file each.
 
-A front end replaces its file four times a second. Files, because they outlive the process that wrote them: one that starts again
+A front end replaces its file four times a second. Files, because they outlive the process that wrote them: one that starts anew
 adds what its predecessors had counted, so no counter goes back, and one that is stopped is seen, with the age of its last word.
 """
 
