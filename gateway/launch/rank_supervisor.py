@@ -86,10 +86,6 @@ class RankSupervisor:
         self.up = asyncio.Event()  # every rank has been ready once
 
     @property
-    def handles(self) -> list[RankHandle]:
-        return [life.handle for life in self._lives.values() if life.handle is not None]
-
-    @property
     def living(self) -> list[RankId]:
         return [life.rank_id for life in self._lives.values() if not life.death.done()]
 
@@ -223,15 +219,15 @@ class RankSupervisor:
         self._ledger.retire()
 
     async def stop(self, timeout_s: float) -> None:
-        """Waits for the ends that were asked for, then kills."""
+        """Waits for the ends that were asked for, then kills. A rank that still loads hears no orders: it is killed at once."""
         self.retire()
-        waits = {asyncio.create_task(handle.wait()) for handle in self.handles}
+        lives = list(self._lives.values())
+        waits = {asyncio.create_task(life.handle.wait()) for life in lives if life.handle and life.ready.is_set()}
         if waits:
             _, late = await asyncio.wait(waits, timeout=timeout_s)
             for wait in late:
                 wait.cancel()
-        lives = list(self._lives.values())
         for task in [*self._tasks, *(life.watcher for life in lives if life.watcher)]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(handle.kill() for handle in self.handles))
+        await asyncio.gather(*(life.handle.kill() for life in self._lives.values() if life.handle))

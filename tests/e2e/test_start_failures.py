@@ -2,68 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-END_TIMEOUT_S = 100.0  # ten times what the slowest takes here
+from tests.e2e.marked_run import END_TIMEOUT_S, MarkedRun, marked_run
 
 
 class FailingServe:
-    """Runs `gateway serve` until it has failed. All of its processes carry a mark in their environment."""
+    """Runs `gateway serve` until it has failed."""
 
-    def __init__(self, temp_dir: Path) -> None:
-        self._mark = f"GATEWAY_TEST_MARK={uuid.uuid4().hex}"
-        self._temp_dir = temp_dir
+    def __init__(self, marked: MarkedRun) -> None:
+        self.marked = marked
 
     def run(self, *words: str) -> tuple[int, list[str]]:
         """Exit code and lines on stderr. A server that never served has nothing to say on stdout."""
-        done = self.run_any(*words)
+        done = self.marked.run(*words)
         assert done.stdout == ""
         return done.returncode, done.stderr.splitlines()
-
-    def run_any(self, *words: str) -> subprocess.CompletedProcess[str]:
-        name, _, value = self._mark.partition("=")
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(self._temp_dir), name: value}
-        return subprocess.run(
-            [sys.executable, "-m", "gateway", "serve", *words],
-            capture_output=True,
-            text=True,
-            env=environment,
-            cwd=ROOT,
-            timeout=END_TIMEOUT_S,
-            check=False,
-        )
-
-    def leftovers(self) -> list[str]:
-        """Processes with our mark, and files in the directory for temporary ones."""
-        found = [str(path) for path in self._temp_dir.iterdir()]
-        for process in psutil.process_iter():
-            try:
-                if self._mark.partition("=")[2] in process.environ().values():
-                    found.append(" ".join(process.cmdline()))
-            except psutil.Error:
-                continue
-        return found
 
 
 @pytest.fixture
 def failing() -> Iterator[FailingServe]:
-    temp_dir = Path("/tmp") / f"gw-{uuid.uuid4().hex[:6]}"
-    temp_dir.mkdir()
-    failing = FailingServe(temp_dir)
-    yield failing
-    assert failing.leftovers() == []
-    temp_dir.rmdir()
+    with marked_run() as marked:
+        yield FailingServe(marked)
+        assert marked.leftovers() == []
 
 
 @pytest.mark.parametrize(
@@ -72,10 +38,13 @@ def failing() -> Iterator[FailingServe]:
         (["/no/such/model"], "gateway serve: MODEL must be a directory with a config.json"),
         (["{tiny}", "--prot", "1"], "gateway serve: unknown flag --prot; did you mean '--port'?"),
         (["{tiny}", "-dp", "0"], "gateway serve: --data-parallel-size must be at least 1, got 0"),
-        (["{tiny}", "-dp", "2", "--data-parallel-external-lb", "--data-parallel-rank", "2"], "gateway serve: --data-parallel-rank"),
+        (
+            ["{tiny}", "-dp", "2", "--data-parallel-external-lb", "--data-parallel-rank", "2"],
+            "gateway serve: --data-parallel-ra",
+        ),
         (["{tiny}", "--chat-template", "/no/such.jinja"], "gateway serve: --chat-template: there is no file '/no/such.jinja'"),
     ],
-)  # fmt: skip
+)
 def test_bad_usage_is_one_line_and_exit_code_2(failing: FailingServe, tiny_model: str, words: list[str], message: str) -> None:
     code, lines = failing.run(*(word.replace("{tiny}", tiny_model) for word in words))
     assert code == 2
@@ -134,7 +103,7 @@ def test_rank_that_loads_for_ever_ends_the_start_when_its_time_is_over(failing: 
 
 
 def test_endpoint_that_fails_ends_the_start_of_all(failing: FailingServe, tiny_model: str) -> None:
-    done = failing.run_any(  # the other endpoint may have been ready for a moment
+    done = failing.marked.run(  # the other endpoint may have been ready for a moment
         tiny_model, "--engine", "simulated", "--data-parallel-backend", "mp", "-dp", "2", "--port", "0",
         "--data-parallel-multi-port-external-lb", "--simulated", "fault=raise_at_step=0@rank=1",
     )  # fmt: skip
