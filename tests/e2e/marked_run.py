@@ -59,12 +59,18 @@ class MarkedRun:
     def log(self) -> str:
         return self._log.read_text() if self._log.exists() else ""
 
-    def until_log_has(self, text: str) -> None:
-        poll_until(lambda: text in self.log(), f"{text!r} in the log")
+    def until_log_has(self, text: str, times: int = 1) -> None:
+        def look() -> bool:
+            ended = self._started[-1].poll() is not None
+            found = self.log().count(text) >= times
+            assert found or not ended, f"it ended with code {self._started[-1].returncode} before {text!r} was in the log"
+            return found
+
+        poll_until(look, f"{text!r} in the log")
 
     def urls(self, num_endpoints: int) -> list[str]:
         """Of all endpoints, once they are ready, in the order in which they were."""
-        poll_until(lambda: self.log().count("gateway ready: ") == num_endpoints, f"{num_endpoints} ready lines")
+        self.until_log_has("gateway ready: ", num_endpoints)
         return [text.split()[0] for text in self.log().split("gateway ready: ")[1:]]
 
     @property
@@ -90,6 +96,7 @@ class MarkedRun:
         return found
 
     def clean_up(self) -> None:
+        print(self.log()[-10_000:])  # pytest shows it when the test has failed
         for process in self.processes():
             process.kill()
         for started in self._started:

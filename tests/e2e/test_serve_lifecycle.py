@@ -126,7 +126,7 @@ def test_killed_front_end_comes_back_on_its_port_and_the_ranks_live_on(marked: M
     after = requests.get(f"{url}/status", timeout=10).json()
     assert after["front_ends"][0]["pid"] != before["front_ends"][0]["pid"]
     assert [row["pid"] for row in after["ranks"]] == [row["pid"] for row in before["ranks"]]
-    assert [row["running"] for row in after["ranks"]] == [0, 0], "what the dead front end had asked for is dropped"
+    poll_until(lambda: [row["running"] for row in ranks(url)] == [0, 0], "what the dead front end had asked for is dropped")
     assert complete(url, max_tokens=7).json()["usage"]["completion_tokens"] == 7
     serve.terminate()
     assert serve.wait(END_TIMEOUT_S) == 0
