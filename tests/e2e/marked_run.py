@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -36,6 +37,7 @@ class MarkedRun:
         self.temp_dir = temp_dir
         self._mark = uuid.uuid4().hex
         self._log = temp_dir.with_suffix(".log")
+        self._seen: set[psutil.Process] = set()
         self._started: list[subprocess.Popen[bytes]] = []
 
     @property
@@ -77,12 +79,21 @@ class MarkedRun:
     def url(self) -> str:
         return self.urls(1)[0]
 
+    def see(self) -> set[psutil.Process]:
+        """Remembers what there is now: Ray's processes write their title over their environment, mark and all."""
+        for started in self._started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._seen |= set(psutil.Process(started.pid).children(recursive=True))
+        return self._seen
+
     def processes(self) -> list[psutil.Process]:
-        return [process for process in psutil.process_iter() if self._is_marked(process)]
+        """Alive, and marked or seen before."""
+        marked = {process for process in psutil.process_iter() if self._is_marked(process)}
+        return [process for process in marked | self._seen if _is_alive(process)]
 
     def _is_marked(self, process: psutil.Process) -> bool:
         try:
-            return process.environ().get("GATEWAY_TEST_MARK") == self._mark and process.status() != psutil.STATUS_ZOMBIE
+            return process.environ().get("GATEWAY_TEST_MARK") == self._mark
         except psutil.Error:
             return False
 
@@ -103,6 +114,13 @@ class MarkedRun:
             started.wait(END_TIMEOUT_S)
         shutil.rmtree(self.temp_dir, ignore_errors=True)
         self._log.unlink(missing_ok=True)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextmanager
