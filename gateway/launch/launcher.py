@@ -119,10 +119,14 @@ class Launcher:
     async def _start(self) -> None:
         self._coordinator.start()
         self._front_end.start()
-        address, _ = await asyncio.gather(
-            self._or_failure(self._first_hello, HELLO_TIMEOUT_S + 5, "the front end's first message"),
-            self._or_failure(self._rank_launcher.open(), OPEN_TIMEOUT_S, "what ranks run on"),
-        )
+        opening = asyncio.create_task(self._or_failure(self._rank_launcher.open(), OPEN_TIMEOUT_S, "what ranks run on"))
+        try:
+            # First, although both are under way: a front end that is not there yet could not be told why the other failed.
+            address = await self._or_failure(self._first_hello, HELLO_TIMEOUT_S + 5, "the front end's first message")
+            await opening
+        finally:
+            opening.cancel()
+            await asyncio.wait({opening})
         ranks = self._config.parallel.ranks
         logger.info("starting %s", f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}")
         self._ranks.start(self._plan(address), ranks)

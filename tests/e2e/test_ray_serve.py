@@ -1,4 +1,4 @@
-"""`gateway serve` with engine cores as Ray actors, on a Ray of its own: it serves, survives deaths and leaves nothing behind."""
+"""`gateway serve` with engine cores as Ray actors, on a Ray of its own: serves, survives deaths, leaves nothing behind."""
 
 from __future__ import annotations
 
