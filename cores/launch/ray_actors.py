@@ -65,8 +65,9 @@ class EngineCoreActor:
     def run(self, launch: Mapping[str, Any]) -> int:
         from cores.engine_core_proc import run_engine_core
 
-        set_up_logging()
-        return run_engine_core(from_plain(EngineLaunch, dict(launch)))
+        orders = from_plain(EngineLaunch, dict(launch))
+        set_up_logging(orders.log_level)
+        return run_engine_core(orders)
 
 
 def _end_with_reader(pipe: int) -> None:

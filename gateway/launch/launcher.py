@@ -145,6 +145,7 @@ class Launcher:
             num_threads=threads_per_rank(Machine.here(), num_local, os.environ),
             first_rank=0 if num_local == parallel.data_parallel_size else parallel.ranks[0],
             ready_timeout_s=self._config.fault.engine_ready_timeout,
+            log_level=self._config.log_level,
         )
 
     async def _or_failure(self, awaited: Awaitable[T], timeout_s: float, what: str) -> T:

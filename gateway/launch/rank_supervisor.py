@@ -35,6 +35,7 @@ class RankPlan:
     num_threads: int
     first_rank: int
     ready_timeout_s: float
+    log_level: str = "info"
 
     def launch(self, rank_id: RankId) -> EngineLaunch:
         return EngineLaunch(
@@ -45,6 +46,7 @@ class RankPlan:
             control_address=self.control_address,
             front_ends=self.front_ends,
             num_threads=self.num_threads,
+            log_level=self.log_level,
         )
 
 
