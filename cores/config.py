@@ -150,3 +150,4 @@ class EngineLaunch:
     control_address: str  # the launcher's ROUTER
     front_ends: tuple[FrontEndAddress, ...]
     num_threads: int | None = None  # of torch; None: torch's own choice
+    log_level: str = "info"

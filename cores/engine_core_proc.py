@@ -32,7 +32,7 @@ from cores.config import ConfigError, EngineLaunch, from_plain
 from cores.engine_core import EngineCore
 from cores.engine_loop import EngineLoop, Inbound, LastWords, Outbound
 from cores.engine_sockets import LINGER_S, InputThread, OutputThread, Socket, ZmqSockets
-from cores.launch.child_process import read_task
+from cores.launch.child_process import end_with_parent, read_task
 from cores.log import set_up_logging
 from cores.messages import EngineCoreDead, EngineReady, EngineStarting, RankId, Shutdown
 from cores.runner.interface import ModelRunner
@@ -152,8 +152,8 @@ class EngineCoreProc:
 def main() -> int:
     """Reads its `EngineLaunch` from stdin. Ends at once at the end of file there: then the launcher is dead."""
     launch = from_plain(EngineLaunch, read_task())
-    set_up_logging()
-    threading.Thread(target=_end_with_parent, name="engine-parent-watch", daemon=True).start()
+    set_up_logging(launch.log_level)
+    end_with_parent()
     proc = EngineCoreProc(launch)
 
     def on_sigterm(_signum: int, _frame: FrameType | None) -> None:
@@ -165,13 +165,6 @@ def main() -> int:
     # Ctrl-C reaches every process of the terminal's group. Only the launcher answers it, by draining.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return proc.run()
-
-
-def _end_with_parent() -> None:
-    # Not through sys.stdin: its buffer's lock, held by a daemon thread, would be a fatal error when the interpreter ends.
-    while os.read(0, 4096):
-        pass
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,9 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import signal
 import socket
 import sys
-import threading
 from typing import Any
 
 import uvloop
@@ -22,7 +20,7 @@ import zmq
 
 from cores.codec import encode
 from cores.config import from_plain
-from cores.launch.child_process import read_task
+from cores.launch.child_process import end_with_parent, read_task
 from cores.log import set_up_logging
 from cores.messages import FrontEndFailed, FrontEndReady
 from gateway.async_llm import AsyncLLM
@@ -124,18 +122,6 @@ class FrontEnd:
 
 async def first_of(*futures: asyncio.Future[Any]) -> None:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-
-
-def end_with_parent() -> None:
-    """Ends this process when the launcher is gone. A thread: the loop may be busy, the death must not wait."""
-
-    def watch() -> None:
-        # Not through sys.stdin: its buffer's lock, held by a daemon thread, is a fatal error when the interpreter ends.
-        while os.read(0, 4096):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 async def run_front_end(orders: dict[str, Any]) -> int:

@@ -65,8 +65,9 @@ class EngineCoreActor:
     def run(self, launch: Mapping[str, Any]) -> int:
         from cores.engine_core_proc import run_engine_core
 
-        set_up_logging()
-        return run_engine_core(from_plain(EngineLaunch, dict(launch)))
+        orders = from_plain(EngineLaunch, dict(launch))
+        set_up_logging(orders.log_level)
+        return run_engine_core(orders)
 
 
 def _end_with_reader(pipe: int) -> None:
@@ -126,12 +127,19 @@ class RayActorLauncher:
     """`address` of a running cluster, or None for an embedded one that lives as long as this launcher."""
 
     def __init__(
-        self, num_local_ranks: int, run_directory: Path, *, address: str | None, machine: Machine | None = None
+        self,
+        num_local_ranks: int,
+        run_directory: Path,
+        *,
+        address: str | None,
+        machine: Machine | None = None,
+        place_timeout_s: float = PLACE_TIMEOUT_S,
     ) -> None:
         self._num_local_ranks = num_local_ranks
         self._run_directory = run_directory
         self._address = address
         self._machine = machine or Machine.here()
+        self._place_timeout_s = place_timeout_s
         self._run_id = f"gateway-{secrets.token_hex(4)}"  # in the names of all that we make: leftovers can be found
         self._cluster = None if address else EmbeddedRayCluster(run_directory / "ray")
         self._node_id = ""
@@ -142,7 +150,9 @@ class RayActorLauncher:
             logger.info("starting Ray on this machine")
             await self._cluster.start()
         address = self._cluster.address if self._cluster is not None else str(self._address)
-        self._node_id = await in_thread(lambda: _join(address, self._run_id), JOIN_TIMEOUT_S, f"joining Ray at {address}")
+        await _check_reachable(address)
+        what = f"joining Ray at {address} (a cluster that asks for a token needs RAY_AUTH_MODE and RAY_AUTH_TOKEN here, too)"
+        self._node_id = await in_thread(lambda: _join(address, self._run_id), JOIN_TIMEOUT_S, what)
         logger.info("joined Ray at %s as %s", address, self._run_id)
 
     async def start(self, launch: EngineLaunch) -> RayRank:
@@ -197,11 +207,11 @@ class RayActorLauncher:
         """Process id and node. An actor that nothing has room for waits for ever: hence the bound."""
         try:
             future = asyncio.wrap_future(actor.where.remote().future())
-            pid, node = await asyncio.wait_for(future, PLACE_TIMEOUT_S)
+            pid, node = await asyncio.wait_for(future, self._place_timeout_s)
         except TimeoutError:
             table = await in_thread(self._resource_table, CALL_TIMEOUT_S, "asking Ray for its resources")
             raise LaunchError(
-                f"Ray has not placed rank {rank} within {PLACE_TIMEOUT_S:g} s;"
+                f"Ray has not placed rank {rank} within {self._place_timeout_s:g} s;"
                 f" asked: {num_gpus} GPU on this node; there: {table}"
             ) from None
         except RayError as error:
@@ -226,6 +236,22 @@ class RayActorLauncher:
                 await in_thread(ray.shutdown, CALL_TIMEOUT_S, "leaving Ray")
         if self._cluster is not None:
             await self._cluster.stop()
+
+
+async def _check_reachable(address: str) -> None:
+    """Raises `LaunchError` at once where Ray would retry for half a minute."""
+    if "://" in address:
+        raise LaunchError(f"Ray address {address!r} is a client's; give the cluster's own, HOST:PORT")
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        return  # "auto": Ray looks for a cluster of this machine
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), CALL_TIMEOUT_S)
+    except TimeoutError:
+        raise LaunchError(f"no answer from Ray at {address} within {CALL_TIMEOUT_S:g} s") from None
+    except OSError as error:
+        raise LaunchError(f"cannot reach Ray at {address}: {os.strerror(error.errno) if error.errno else error}") from error
+    writer.close()
 
 
 def _join(address: str, namespace: str) -> str:

@@ -7,7 +7,7 @@ import logging
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from cores.config import FrontEndAddress, to_plain
 from cores.launch.child_process import ChildProcess
@@ -80,7 +80,8 @@ class ChildFrontEnd:
         self._url = url
         self._on_hello = on_hello
         self._fail = fail
-        self._hello = asyncio.Event()
+        self._hello: FrontEndHello | None = None
+        self._said_hello = asyncio.Event()
         self._child: ChildProcess | None = None
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
@@ -95,10 +96,9 @@ class ChildFrontEnd:
 
     def on_message(self, message: FrontEndHello | FrontEndReady | FrontEndFailed) -> None:
         match message:
-            case FrontEndHello(pid=pid):
-                if self._child is not None and pid == self._child.pid:
-                    self._hello.set()
-                    self._on_hello(_address(message))
+            case FrontEndHello():
+                self._hello = message
+                self._said_hello.set()
             case FrontEndReady(mode=mode):
                 logger.info("front end %d serves as %s", self.index, mode)
                 self.mode = mode
@@ -121,7 +121,8 @@ class ChildFrontEnd:
 
     async def _live(self, life: int) -> str:
         """One life. Returns the cause of its end."""
-        self._hello.clear()
+        self._hello = None
+        self._said_hello.clear()
         # A directory for each life: what an engine still sends to the dead one's sockets must not reach its successor.
         directory = self._run_directory / f"fe{self.index}-{life}"
         directory.mkdir(mode=0o700)
@@ -139,20 +140,22 @@ class ChildFrontEnd:
             },
             pass_fds=(self._listener.fileno(),),
         )
-        if not await self._says_hello(child):
+        hello = await self._await_hello(child)
+        if hello is None:
             await child.kill()
             return child.describe_exit() or f"it did not open its sockets within {HELLO_TIMEOUT_S:g} s"
+        self._on_hello(_address(hello))
         await child.wait()
         return child.describe_exit() or "it ended without being asked to"
 
-    async def _says_hello(self, child: ChildProcess) -> bool:
-        waits = {asyncio.create_task(self._hello.wait()), asyncio.create_task(child.wait())}
+    async def _await_hello(self, child: ChildProcess) -> FrontEndHello | None:
+        waits: set[asyncio.Task[Any]] = {asyncio.create_task(self._said_hello.wait()), asyncio.create_task(child.wait())}
         try:
             await asyncio.wait(waits, timeout=HELLO_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-        return self._hello.is_set()
+        return self._hello
 
     async def stop(self, timeout_s: float) -> None:
         self._stopping = True

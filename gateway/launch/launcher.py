@@ -119,10 +119,14 @@ class Launcher:
     async def _start(self) -> None:
         self._coordinator.start()
         self._front_end.start()
-        address, _ = await asyncio.gather(
-            self._or_failure(self._first_hello, HELLO_TIMEOUT_S + 5, "the front end's first message"),
-            self._or_failure(self._rank_launcher.open(), OPEN_TIMEOUT_S, "what ranks run on"),
-        )
+        opening = asyncio.create_task(self._or_failure(self._rank_launcher.open(), OPEN_TIMEOUT_S, "what ranks run on"))
+        try:
+            # First, although both are under way: a front end that is not there yet could not be told why the other failed.
+            address = await self._or_failure(self._first_hello, HELLO_TIMEOUT_S + 5, "the front end's first message")
+            await opening
+        finally:
+            opening.cancel()
+            await asyncio.wait({opening})
         ranks = self._config.parallel.ranks
         logger.info("starting %s", f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}")
         self._ranks.start(self._plan(address), ranks)
@@ -141,6 +145,7 @@ class Launcher:
             num_threads=threads_per_rank(Machine.here(), num_local, os.environ),
             first_rank=0 if num_local == parallel.data_parallel_size else parallel.ranks[0],
             ready_timeout_s=self._config.fault.engine_ready_timeout,
+            log_level=self._config.log_level,
         )
 
     async def _or_failure(self, awaited: Awaitable[T], timeout_s: float, what: str) -> T:

@@ -35,6 +35,7 @@ class RankPlan:
     num_threads: int
     first_rank: int
     ready_timeout_s: float
+    log_level: str = "info"
 
     def launch(self, rank_id: RankId) -> EngineLaunch:
         return EngineLaunch(
@@ -45,6 +46,7 @@ class RankPlan:
             control_address=self.control_address,
             front_ends=self.front_ends,
             num_threads=self.num_threads,
+            log_level=self.log_level,
         )
 
 
@@ -84,10 +86,6 @@ class RankSupervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._retired = False
         self.up = asyncio.Event()  # every rank has been ready once
-
-    @property
-    def handles(self) -> list[RankHandle]:
-        return [life.handle for life in self._lives.values() if life.handle is not None]
 
     @property
     def living(self) -> list[RankId]:
@@ -223,15 +221,15 @@ class RankSupervisor:
         self._ledger.retire()
 
     async def stop(self, timeout_s: float) -> None:
-        """Waits for the ends that were asked for, then kills."""
+        """Waits for the ends that were asked for, then kills. A rank that still loads hears no orders: it is killed at once."""
         self.retire()
-        waits = {asyncio.create_task(handle.wait()) for handle in self.handles}
+        lives = list(self._lives.values())
+        waits = {asyncio.create_task(life.handle.wait()) for life in lives if life.handle and life.ready.is_set()}
         if waits:
             _, late = await asyncio.wait(waits, timeout=timeout_s)
             for wait in late:
                 wait.cancel()
-        lives = list(self._lives.values())
         for task in [*self._tasks, *(life.watcher for life in lives if life.watcher)]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(handle.kill() for handle in self.handles))
+        await asyncio.gather(*(life.handle.kill() for life in self._lives.values() if life.handle))

@@ -33,6 +33,7 @@ def serve(config: GatewayConfig, *, is_child: bool = False) -> int:
     """Runs one endpoint until a signal or a failure; returns the exit code. A child ends with the end of its stdin, too."""
     set_up_logging(config.log_level)
     try:
+        check_files(config)
         config = with_model_path(config)
         listener = listening.listen(config.server)
     except ConfigError as error:
@@ -46,6 +47,15 @@ def serve(config: GatewayConfig, *, is_child: bool = False) -> int:
             return asyncio.run(_serve(config, listener, directory.path, stdout, is_child=is_child))
     finally:
         listening.close(listener)
+
+
+def check_files(config: GatewayConfig) -> None:
+    """Raises `ConfigError` for a file that the front end would look for in vain, when the models are loading already."""
+    server = config.server
+    files = {"chat-template": server.chat_template, "ssl-certfile": server.ssl_certfile, "ssl-keyfile": server.ssl_keyfile}
+    for flag, path in files.items():
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(f"--{flag}: there is no file {path!r}")
 
 
 def with_model_path(config: GatewayConfig) -> GatewayConfig:

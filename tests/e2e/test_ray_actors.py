@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from cores.launch.interface import RankLauncher
+from cores.launch.interface import LaunchError, RankLauncher
 from cores.launch.rank_environment import Machine
 from cores.launch.ray_cluster import EmbeddedRayCluster, use_own_token
 from cores.messages import EngineReady
@@ -33,9 +35,7 @@ def cluster_address() -> Iterator[str]:
 class TestRayActorLauncher(RankLauncherContract):
     @pytest.fixture
     async def launcher(self, directory: Path, cluster_address: str) -> AsyncIterator[RankLauncher]:
-        from cores.launch.ray_actors import RayActorLauncher  # not before the token is set
-
-        launcher = RayActorLauncher(2, directory, address=cluster_address, machine=Machine(num_cores=4, num_gpus=0))
+        launcher = make_launcher(directory, cluster_address)
         await launcher.open()
         yield launcher
         await launcher.close()
@@ -46,3 +46,55 @@ class TestRayActorLauncher(RankLauncherContract):
         environment = psutil.Process(handle.pid).environ()
         assert environment["OMP_NUM_THREADS"] == "2"
         assert environment["OMP_WAIT_POLICY"] == "passive"
+
+
+@pytest.fixture
+def run_directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="gw-test-", dir="/tmp") as directory:
+        yield Path(directory)
+
+
+def make_launcher(directory: Path, address: str, num_local_ranks: int = 2, **settings: Any) -> Any:
+    from cores.launch.ray_actors import RayActorLauncher  # not before the token is set: it imports ray
+
+    return RayActorLauncher(num_local_ranks, directory, address=address, machine=Machine(num_cores=4, num_gpus=0), **settings)
+
+
+async def test_ranks_that_need_gpus_which_the_node_has_not_are_refused_at_once(
+    run_directory: Path, cluster_address: str
+) -> None:
+    launcher, place = make_launcher(run_directory, cluster_address, num_local_ranks=1000), Workplace(run_directory)
+    await launcher.open()
+    launch = place.launch()
+    on_cuda = dataclasses.replace(launch, config=dataclasses.replace(launch.config, engine="torch", device="cuda"))
+    with pytest.raises(LaunchError, match=r"1000 ranks on this node need a GPU each, Ray has \d+; or use --device cpu"):
+        await launcher.start(on_cuda)
+    await launcher.close()
+    place.close()
+
+
+async def test_rank_that_is_not_placed_in_time_is_an_error_that_says_what_was_asked_and_what_there_is(
+    run_directory: Path, cluster_address: str
+) -> None:
+    launcher, place = make_launcher(run_directory, cluster_address, place_timeout_s=0.001), Workplace(run_directory)
+    await launcher.open()
+    with pytest.raises(
+        LaunchError, match=r"not placed rank 0 within 0\.001 s; asked: 0 GPU on this node; there: GPU 0 free of 0"
+    ):
+        await launcher.start(place.launch())
+    await launcher.close()
+    place.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("127.0.0.1:1", "cannot reach Ray at 127.0.0.1:1: Connection refused"),
+        ("ray://127.0.0.1:10001", "is a client's; give the cluster's own, HOST:PORT"),
+    ],
+)
+async def test_cluster_that_cannot_be_joined_is_refused_at_once(run_directory: Path, address: str, message: str) -> None:
+    launcher = make_launcher(run_directory, address)
+    with pytest.raises(LaunchError, match=message):
+        await launcher.open()
+    await launcher.close()

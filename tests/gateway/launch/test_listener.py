@@ -36,7 +36,7 @@ def test_taken_port_is_one_clear_line() -> None:
 
 
 def test_unknown_host_is_named() -> None:
-    with pytest.raises(ListenError, match="cannot listen on --host 'no.such.host.invalid'"):
+    with pytest.raises(ListenError, match=r"cannot listen on --host 'no\.such\.host\.invalid'"):
         listen(ServerConfig(host="no.such.host.invalid", port=0))
 
 

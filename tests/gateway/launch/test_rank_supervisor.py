@@ -74,21 +74,11 @@ class Group:
         self.supervisor.start(self.plan, tuple(range(self._num_ranks)))
 
     def say_ready(self, rank: int, epoch: int = 1) -> None:
-        self.supervisor.on_message(
-            EngineReady(
-                rank_id=RankId(rank, epoch),
-                pid=1,
-                node="here",
-                device="cpu",
-                max_model_len=1,
-                vocab_size=1,
-                eos_token_ids=(),
-                block_size=1,
-                num_kv_blocks=1,
-                max_num_seqs=1,
-                max_num_batched_tokens=1,
-            )  # fmt: skip
-        )
+        ready = EngineReady(
+            rank_id=RankId(rank, epoch), pid=1, node="here", device="cpu", max_model_len=1, vocab_size=1, eos_token_ids=(),
+            block_size=1, num_kv_blocks=1, max_num_seqs=1, max_num_batched_tokens=1,
+        )  # fmt: skip
+        self.supervisor.on_message(ready)
 
     async def bring_up(self) -> None:
         self.start()

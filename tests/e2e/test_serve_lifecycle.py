@@ -1,0 +1,204 @@
+"""The life of `gateway serve` over local processes: signals, deaths of each of its processes, and what is left afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import requests
+
+from tests.e2e.marked_run import END_TIMEOUT_S, MarkedRun, marked_run, poll_until
+
+
+@pytest.fixture
+def marked() -> Iterator[MarkedRun]:
+    with marked_run() as marked:
+        yield marked
+
+
+def complete(url: str, max_tokens: int = 3) -> requests.Response:
+    body = {"model": "tiny", "prompt": "one two", "max_tokens": max_tokens, "ignore_eos": True}
+    return requests.post(f"{url}/v1/completions", json=body, timeout=END_TIMEOUT_S)
+
+
+def ranks(url: str) -> list[dict[str, Any]]:
+    document: dict[str, Any] = requests.get(f"{url}/status", timeout=10).json()
+    rows: list[dict[str, Any]] = document["ranks"]
+    return rows
+
+
+def begin_endless_request(url: str) -> None:
+    """A request that outlives the test, in flight when this returns."""
+    threading.Thread(target=_swallow, args=(url,), daemon=True).start()
+    poll_until(lambda: any(row["running"] for row in ranks(url)), "the request runs")
+
+
+def _swallow(url: str) -> None:
+    with contextlib.suppress(requests.RequestException):  # the server is ended under it
+        complete(url, max_tokens=8000)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_signal_ends_it_with_code_0_and_leaves_nothing(
+    marked: MarkedRun, simulated: list[str], number: signal.Signals
+) -> None:
+    serve = marked.start(*simulated, "-dp", "2", "--port", "0")
+    assert complete(marked.url).status_code == 200
+    serve.send_signal(number)
+    assert serve.wait(END_TIMEOUT_S) == 0
+    assert marked.leftovers() == []
+
+
+def test_unix_socket_serves_and_its_file_is_removed(marked: MarkedRun, simulated: list[str]) -> None:
+    path = marked.temp_dir / "socket"
+    serve = marked.start(*simulated, "--uds", str(path))
+    assert marked.url == f"unix:{path}"
+    assert path.is_socket()
+    serve.terminate()
+    assert serve.wait(END_TIMEOUT_S) == 0
+    assert marked.leftovers() == []
+
+
+def test_signal_while_ranks_are_loading_ends_it_with_code_0(marked: MarkedRun, simulated: list[str]) -> None:
+    serve = marked.start(*simulated, "fault=stall_at_step=0", "-dp", "2", "--port", "0")
+    marked.until_log_has("rank 0 (epoch 1): loading")
+    serve.terminate()
+    assert serve.wait(END_TIMEOUT_S) == 0
+    assert marked.leftovers() == []
+
+
+def test_second_signal_ends_the_drain_at_once(marked: MarkedRun, simulated: list[str]) -> None:
+    serve = marked.start(*simulated, "step_ms=1000", "--port", "0", "--shutdown-timeout", "10000")
+    begin_endless_request(marked.url)
+    serve.terminate()
+    marked.until_log_has("draining 1 requests")
+    serve.terminate()
+    assert serve.wait(END_TIMEOUT_S) == 128 + signal.SIGTERM
+    assert marked.leftovers() == []
+
+
+def test_drain_is_bounded_by_the_shutdown_timeout(marked: MarkedRun, simulated: list[str]) -> None:
+    serve = marked.start(*simulated, "step_ms=1000", "--port", "0", "--shutdown-timeout", "0.5")
+    begin_endless_request(marked.url)
+    serve.terminate()
+    assert serve.wait(END_TIMEOUT_S) == 0
+    assert marked.leftovers() == []
+
+
+def test_kill_9_of_the_launcher_leaves_no_process_and_the_next_run_removes_its_directory(
+    marked: MarkedRun, simulated: list[str]
+) -> None:
+    serve = marked.start(*simulated, "-dp", "2", "--port", "0")
+    assert complete(marked.url).status_code == 200
+    assert len(marked.processes()) == 4  # launcher, front end, two ranks
+    serve.kill()
+    serve.wait(END_TIMEOUT_S)
+    poll_until(lambda: not marked.processes(), "no process is left")
+    assert len(marked.leftovers()) == 1
+
+    successor = marked.start(*simulated, "--port", "0")
+    marked.until_log_has("gateway ready: ")
+    successor.terminate()
+    assert successor.wait(END_TIMEOUT_S) == 0
+    assert marked.leftovers() == []
+
+
+def test_killed_front_end_comes_back_on_its_port_and_the_ranks_live_on(marked: MarkedRun, simulated: list[str]) -> None:
+    serve = marked.start(*simulated, "-dp", "2", "--port", "0")
+    url = marked.url
+    before = requests.get(f"{url}/status", timeout=10).json()
+    begin_endless_request(url)
+    os.kill(before["front_ends"][0]["pid"], signal.SIGKILL)
+
+    def is_back() -> bool:
+        try:
+            return requests.get(f"{url}/ready", timeout=10).status_code == 200
+        except requests.ConnectionError:
+            return False
+
+    poll_until(is_back, "the front end is back")
+    after = requests.get(f"{url}/status", timeout=10).json()
+    assert after["front_ends"][0]["pid"] != before["front_ends"][0]["pid"]
+    assert [row["pid"] for row in after["ranks"]] == [row["pid"] for row in before["ranks"]]
+    poll_until(lambda: [row["running"] for row in ranks(url)] == [0, 0], "what the dead front end had asked for is dropped")
+    assert complete(url, max_tokens=7).json()["usage"]["completion_tokens"] == 7
+    serve.terminate()
+    assert serve.wait(END_TIMEOUT_S) == 0
+    assert marked.leftovers() == []
+
+
+def test_rank_without_restarts_left_stays_dead_and_the_other_serves(marked: MarkedRun, simulated: list[str]) -> None:
+    serve = marked.start(*simulated, "-dp", "2", "--port", "0", "--engine-restarts", "1")
+    url = marked.url
+    for epoch in (1, 2):
+        poll_until(lambda epoch=epoch: (ranks(url)[1]["state"], ranks(url)[1]["epoch"]) == ("ready", epoch), "rank 1 is ready")
+        os.kill(ranks(url)[1]["pid"], signal.SIGKILL)
+        poll_until(lambda: ranks(url)[1]["state"] != "ready", "rank 1 is dead")
+    marked.until_log_has("rank 1 (epoch 2) died and stays dead")
+    assert complete(url).status_code == 200
+    assert requests.get(f"{url}/health", timeout=10).status_code == 200
+    serve.terminate()
+    assert serve.wait(END_TIMEOUT_S) == 0
+
+
+def test_dying_rank_that_has_no_successor_ends_the_server_with_its_cause_as_last_line(
+    marked: MarkedRun, simulated: list[str]
+) -> None:
+    serve = marked.start(*simulated, "--port", "0", "--engine-restarts", "0")
+    pid = ranks(marked.url)[0]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    assert serve.wait(END_TIMEOUT_S) == 1
+    last = marked.log().splitlines()[-1]
+    assert last.endswith(f"no rank is left; rank 0 was the last to die: process {pid} was killed by signal 9 (SIGKILL)")
+    assert marked.leftovers() == []
+
+
+def test_coordinator_is_restarted_and_serving_does_not_depend_on_it(marked: MarkedRun, simulated: list[str]) -> None:
+    serve = marked.start(
+        *simulated, "-dp", "2", "--data-parallel-external-lb", "--data-parallel-rank", "0", "--port", "0",
+        "--data-parallel-rpc-port", str(29000 + os.getpid() % 500),
+    )  # fmt: skip
+    url = marked.url
+    coordinators = [p for p in marked.processes() if "balancer.coordinator" in p.cmdline()]
+    assert len(coordinators) == 1
+    coordinators[0].kill()
+    assert complete(url).status_code == 200
+    poll_until(
+        lambda: [p for p in marked.processes() if "balancer.coordinator" in p.cmdline() and p != coordinators[0]],
+        "the coordinator is back",
+    )
+    serve.terminate()
+    assert serve.wait(END_TIMEOUT_S) == 0
+    assert marked.leftovers() == []
+
+
+def test_supervisor_passes_on_ready_lines_reports_a_dead_endpoint_and_ends_all(marked: MarkedRun, simulated: list[str]) -> None:
+    serve = marked.start(
+        *simulated, "-dp", "2", "--data-parallel-multi-port-external-lb", "--port", "0",
+        "--data-parallel-rpc-port", str(29500 + os.getpid() % 500),
+    )  # fmt: skip
+    by_rank = {ranks(url)[0]["rank"]: url for url in marked.urls(2)}
+    endpoints = [p for p in psutil.Process(serve.pid).children() if "gateway.launch" in p.cmdline()]
+    endpoints[1].kill()
+    marked.until_log_has("the endpoint of rank 1 is gone: process")
+    assert complete(by_rank[0]).status_code == 200
+    serve.terminate()
+    assert serve.wait(END_TIMEOUT_S) == 1, "somebody should look at what happened"
+    poll_until(lambda: not marked.processes(), "no process is left")
+
+
+def test_kill_9_of_the_supervisor_leaves_no_process(marked: MarkedRun, simulated: list[str]) -> None:
+    serve = marked.start(
+        *simulated, "-dp", "2", "--data-parallel-multi-port-external-lb", "--port", "0",
+        "--data-parallel-rpc-port", str(29500 + os.getpid() % 500),
+    )  # fmt: skip
+    marked.urls(2)
+    serve.kill()
+    serve.wait(END_TIMEOUT_S)
+    poll_until(lambda: not marked.processes(), "no process is left")
