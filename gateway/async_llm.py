@@ -86,11 +86,14 @@ class AsyncLLM(EngineClient):
         config: GatewayConfig,
         place: FrontEndPlace | None = None,
         on_shutdown: Callable[[float], None] | None = None,
+        slots: UsageSlots | None = None,
     ) -> AsyncLLM:
         """An engine client whose ranks are all ready.
 
         Without a `place` (in a user's script) it starts the launcher and its engine cores as children, which end with it.
-        `on_shutdown` is called with a time in seconds when the launcher wants the front end to drain.
+        `on_shutdown` is called with a time in seconds when the launcher wants the front end to drain; `slots` are where several
+        front ends see each other's usage.
+
         Raises `ConfigError` for a setting or model directory that cannot be used, `EngineDeadError` with the engine's own cause
         when a rank does not start.
         """
@@ -106,7 +109,7 @@ class AsyncLLM(EngineClient):
             if on_shutdown is not None:
                 core_client.on_shutdown = on_shutdown
             await core_client.start()
-            llm = cls(config, _model_config(config, core_client), renderer, core_client)
+            llm = cls(config, _model_config(config, core_client), renderer, core_client, slots=slots)
         except BaseException:
             if core_client is not None:
                 await core_client.shutdown()
@@ -262,6 +265,10 @@ class AsyncLLM(EngineClient):
         if self._draining:
             return OverloadedError("the server is shutting down")
         return self.admission.refusal(self._usage, Usage(num_sequences, num_tokens), self._clock())
+
+    def refresh_admission(self) -> None:
+        """Shows the other front ends what is in flight here now."""
+        self.admission.refresh(self._usage)
 
     @property
     def _usage(self) -> Usage:

@@ -21,6 +21,7 @@ class ServerConfig:
 
     host: str = opt("127.0.0.1", "address to listen on")
     port: int = opt(8000, "port to listen on; 0 picks one and prints it", min=0, max=65535)
+    api_server_count: int = opt(1, "front-end processes sharing the port", min=1, max=64)
     uds: str | None = opt(None, "Unix socket to listen on instead of host and port")
     served_model_name: tuple[str, ...] = opt((), "names accepted in `model`; default: the directory's name")
     api_key: tuple[str, ...] = opt((), "bearer tokens; without any, no authentication; also GATEWAY_API_KEY")

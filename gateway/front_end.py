@@ -13,6 +13,8 @@ import logging
 import signal
 import socket
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -23,10 +25,12 @@ from cores.config import from_plain
 from cores.launch.child_process import end_with_parent, read_task
 from cores.log import set_up_logging
 from cores.messages import FrontEndFailed, FrontEndReady
+from gateway.admission import SharedSlots
 from gateway.async_llm import AsyncLLM
 from gateway.config import ConfigError, GatewayConfig
 from gateway.core_client.base import FrontEndPlace
 from gateway.errors import GatewayError
+from gateway.front_end_board import PUBLISH_INTERVAL_S, FrontEndBoard, Report
 from gateway.server.app import RunningServer, run_server
 from gateway.server.state import ServerState
 
@@ -35,63 +39,72 @@ logger = logging.getLogger(__name__)
 WATCHDOG_INTERVAL_S = 1.0
 WATCHDOG_PATIENCE = 3  # looks: clients of the dead engine get their errors, and a last `/status` its cause
 LAST_WORDS_S = 1.0
+SLOT_INTERVAL_S = 0.02  # how long a place that is free again may look taken
 
 
 class FrontEnd:
     """One front end from start to exit code."""
 
-    def __init__(self, config: GatewayConfig, place: FrontEndPlace) -> None:
+    def __init__(self, config: GatewayConfig, place: FrontEndPlace, shared_directory: Path) -> None:
         self.config = config
         self.place = place
-        self.state = ServerState(config)
+        num_front_ends = config.server.api_server_count
+        self.board = FrontEndBoard(shared_directory, place.index, num_front_ends)
+        self.slots = SharedSlots(shared_directory / "admission", place.index, num_front_ends)
+        self.state = ServerState(config, board=self.board)
         self.shutdown_ordered: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
     def order_shutdown(self, timeout_s: float) -> None:
         if not self.shutdown_ordered.done():
             self.shutdown_ordered.set_result(timeout_s)
 
-    async def run(self, listener: socket.socket) -> int:
-        server = await run_server(self.state, listener)
+    async def run(self, listener: socket.socket, *, is_restart: bool) -> int:
+        # One that starts again beside others, or on a group that serves already, would say "starting" where all is well: clients
+        # wait in the listener's queue until it knows better.
+        server = None if is_restart else await run_server(self.state, listener)
         try:
             llm = await self._start_engine()
         except (GatewayError, ConfigError) as error:
             logger.error("%s", error)
             self._tell_launcher(str(error))
-            await server.stop()
             return 1
+        finally:
+            if self.state.engine is None and server is not None:
+                await server.stop()
         if llm is None:  # told to stop while starting
-            await server.stop()
             return 0
-        return await self._serve(llm, server)
+        return await self._serve(llm, server or await run_server(self.state, listener))
 
     async def _start_engine(self) -> AsyncLLM | None:
-        start = asyncio.create_task(AsyncLLM.from_config(self.config, self.place, self.order_shutdown))
+        start = asyncio.create_task(AsyncLLM.from_config(self.config, self.place, self.order_shutdown, self.slots))
         await first_of(start, self.shutdown_ordered)
         if not start.done():
             start.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await start
             return None
-        return start.result()
-
-    async def _serve(self, llm: AsyncLLM, server: RunningServer) -> int:
+        llm = start.result()
         llm.output_processor.on_finished = self.state.metrics.on_finished
         llm.output_processor.on_tokens = self.state.metrics.on_tokens
         self.state.engine = llm
+        return llm
+
+    async def _serve(self, llm: AsyncLLM, server: RunningServer) -> int:
         llm.core_client.link.send(
             FrontEndReady(self.place.index, type(llm.core_client).__name__, len(self.config.parallel.ranks))
         )
+        shared = asyncio.create_task(self._share(llm), name="front-end-board")
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: the collector need not walk it again
         watchdog = asyncio.create_task(self._watch(llm), name="watchdog")
         await first_of(watchdog, self.shutdown_ordered)
         watchdog.cancel()
-        if not self.shutdown_ordered.done():
+        is_ordered = self.shutdown_ordered.done()
+        if not is_ordered:
             self._tell_launcher(str(llm.dead_error))
-            await self._stop(llm, server, 0.0)
-            return 1
-        await self._stop(llm, server, self.shutdown_ordered.result())
-        return 0
+        await self._stop(llm, server, self.shutdown_ordered.result() if is_ordered else 0.0)
+        shared.cancel()
+        return 0 if is_ordered else 1
 
     async def _stop(self, llm: AsyncLLM, server: RunningServer, timeout_s: float) -> None:
         llm.start_draining()
@@ -109,6 +122,17 @@ class FrontEnd:
         while looks < WATCHDOG_PATIENCE or llm.should_keep_api_server_alive:
             await asyncio.sleep(WATCHDOG_INTERVAL_S)
             looks = looks + 1 if llm.errored else 0
+
+    async def _share(self, llm: AsyncLLM) -> None:
+        """Keeps the other front ends informed, and our admission slot true."""
+        published_s = 0.0
+        while True:
+            now = time.monotonic()
+            llm.refresh_admission()
+            if now - published_s >= PUBLISH_INTERVAL_S:
+                published_s = now
+                self.board.publish(Report(now, llm.status(), self.state.metrics.to_plain()))
+            await asyncio.sleep(SLOT_INTERVAL_S)
 
     def _tell_launcher(self, cause: str) -> None:
         """Last words, over a line of their own: the core client's may be closed already."""
@@ -129,14 +153,16 @@ async def run_front_end(orders: dict[str, Any]) -> int:
     listener = socket.socket(fileno=orders["listener_fd"])
     place = FrontEndPlace(
         index=orders["index"],
+        life=orders["life"],
         run_directory=orders["run_directory"],
         control_address=orders["control_address"],
         url=orders["url"],
     )
-    front_end = FrontEnd(config, place)
+    front_end = FrontEnd(config, place, Path(orders["shared_directory"]))
+    front_end.board.open()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, front_end.order_shutdown, config.server.shutdown_timeout)
-    return await front_end.run(listener)
+    return await front_end.run(listener, is_restart=orders["life"] > 1)
 
 
 def main() -> int:

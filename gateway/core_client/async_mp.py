@@ -97,8 +97,8 @@ class AsyncMPClient(EngineCoreClient):
             await asyncio.wait_for(self._all_ready.wait(), timeout_s)
         if self._failure is not None:
             raise EngineDeadError(f"the engine failed to start: {self._failure}", cause=self._failure)
-        missing = [rank for rank, r in self._ranks.items() if r.life.ready is None]
-        if missing:
+        if not self._all_ready.is_set():
+            missing = [rank for rank, r in self._ranks.items() if r.life.ready is None]
             raise EngineDeadError(f"ranks {missing} were not ready after {timeout_s:.0f} s")
 
     async def shutdown(self) -> None:
@@ -241,7 +241,12 @@ class AsyncMPClient(EngineCoreClient):
         )
         text = f"epoch {life.rank_id.epoch} is ready on {ready.node}, {ready.device}, pid {ready.pid}"
         self.events.add("ready", life.rank_id.rank, text, now)
-        if all(r.life.ready is not None for r in self._ranks.values()):
+        self._check_all_ready()
+
+    def _check_all_ready(self) -> None:
+        """A rank that the launcher has given up is not waited for by a front end that starts later."""
+        lives = [rank.life for rank in self._ranks.values()]
+        if any(life.ready for life in lives) and all(life.ready or life.health.state == RankState.DEAD for life in lives):
             self._all_ready.set()
 
     def _on_output_socket(self, frames: list[bytes]) -> None:
@@ -286,6 +291,7 @@ class AsyncMPClient(EngineCoreClient):
                 self._outputs.drain_now()  # what the rank still said comes before the news of its death
                 self._declare_dead(life.rank_id, record.cause or "unknown cause", tell_launcher=False)
             life.health.on_launcher_state(record.state, now)
+        self._check_all_ready()
         if group.failed is not None and self._failure is None:
             self._failure = group.failed
             self._received.put_nowait(EngineFailed(group.failed))
@@ -319,7 +325,10 @@ class AsyncMPClient(EngineCoreClient):
         return rank.life
 
     def _new_life(self, rank_id: m.RankId) -> RankLife:
-        return RankLife(rank_id, RankHealth(rank_id, self._clock(), stall_timeout_s=self._config.fault.stall_timeout))
+        health = RankHealth(rank_id, self._clock(), stall_timeout_s=self._config.fault.stall_timeout)
+        # The rank's first reports to a front end that has started again may still count its predecessor's commands. They must not
+        # pass for ours: every life has numbers of its own.
+        return RankLife(rank_id, health, last_seq=self.place.life << 32)
 
     async def _tick(self) -> None:
         while True:

@@ -17,7 +17,8 @@ class FrontEndPlace:
     """Where a front end stands among the processes."""
 
     index: int = 0
-    run_directory: str  # of the endpoint: its ipc sockets live there
+    life: int = 1  # how often a front end of this index has started
+    run_directory: str  # of this life of the front end: its ipc sockets live there
     control_address: str | None = None  # of the launcher; None: embedded, the client starts one as its child
     url: str = ""  # where its HTTP server is reached
 

@@ -1,4 +1,4 @@
-"""Keeps the front end running: starts it, learns its addresses, restarts it when it crashes. Its death kills no rank."""
+"""Keeps a front end running: starts it, learns its addresses, restarts it when it crashes. Its death kills no rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OnHello = Callable[[FrontEndAddress], None]
 
 
 class FrontEnd(Protocol):
-    """The one front end of a launcher: a child of it, or its parent."""
+    """A front end of a launcher: a child of it, or its parent."""
 
     ready: asyncio.Event
     mode: str  # the class of its core client, once it is ready
@@ -62,6 +62,7 @@ class ChildFrontEnd:
 
     def __init__(
         self,
+        index: int,
         config: GatewayConfig,
         listener: socket.socket,
         run_directory: Path,
@@ -70,7 +71,7 @@ class ChildFrontEnd:
         on_hello: OnHello,
         fail: Callable[[str], None],
     ) -> None:
-        self.index = 0
+        self.index = index
         self.ready = asyncio.Event()
         self.mode = ""
         self._config = config
@@ -132,8 +133,10 @@ class ChildFrontEnd:
             {
                 "config": to_plain(self._config),
                 "index": self.index,
+                "life": life,
                 "control_address": self._control_address,
                 "run_directory": str(directory),
+                "shared_directory": str(self._run_directory),
                 "listener_fd": self._listener.fileno(),
                 "url": self._url,
                 "log_level": self._config.log_level,

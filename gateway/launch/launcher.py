@@ -61,9 +61,9 @@ class StartError(RuntimeError):
 
 
 class Launcher:
-    """One endpoint: its ranks, its front end and, beside rank 0 of several endpoints, the coordinator.
+    """One endpoint: its ranks, its front ends and, beside rank 0 of several endpoints, the coordinator.
 
-    With a `listener` the front end is a child that serves HTTP on it; without, it is the process that started this one.
+    With a `listener` the front ends are children that serve HTTP on it; without, the one is the process that started this one.
     """
 
     def __init__(
@@ -79,18 +79,23 @@ class Launcher:
         self._rank_launcher = rank_launcher
         self._control = ControlSocket(f"ipc://{run_directory / 'control'}", self._on_message)
         ledger = GroupLedger(config.parallel.ranks, config.fault.engine_restarts)
-        self._ranks = RankSupervisor(ledger, rank_launcher, self._tell_front_end, self._on_no_rank_left)
-        self._front_end: FrontEnd = (
-            ParentFrontEnd(self._on_hello)
+        self._ranks = RankSupervisor(ledger, rank_launcher, self._tell_front_ends, self._on_no_rank_left)
+        self._front_ends: list[FrontEnd] = (
+            [ParentFrontEnd(self._on_hello)]
             if listener is None
-            else ChildFrontEnd(
-                config, listener, run_directory, self._control.address, url, self._on_hello, self._on_front_end_failed
-            )
-        )
+            else [
+                ChildFrontEnd(
+                    index, config, listener, run_directory, self._control.address, url, self._on_hello,
+                    self._on_front_end_failed,
+                )
+                for index in range(config.server.api_server_count)
+            ]
+        )  # fmt: skip
         self._is_embedded = listener is None
         self._last_death: str | None = None  # of the last rank, when no rank is left
         self._coordinator = make_coordinator(config.parallel)
-        self._first_hello: asyncio.Future[FrontEndAddress] = asyncio.get_running_loop().create_future()
+        self._addresses: dict[int, FrontEndAddress] = {}  # of the front ends that have said hello, by index
+        self._all_said_hello = asyncio.Event()
 
     @property
     def control_address(self) -> str:
@@ -99,7 +104,7 @@ class Launcher:
     @property
     def mode(self) -> str:
         """The class of the front end's core client, once it is ready."""
-        return self._front_end.mode
+        return self._front_ends[0].mode
 
     # --- start ---
 
@@ -118,30 +123,32 @@ class Launcher:
 
     async def _start(self) -> None:
         self._coordinator.start()
-        self._front_end.start()
+        for front_end in self._front_ends:
+            front_end.start()
         opening = asyncio.create_task(self._or_failure(self._rank_launcher.open(), OPEN_TIMEOUT_S, "what ranks run on"))
         try:
             # First, although both are under way: a front end that is not there yet could not be told why the other failed.
-            address = await self._or_failure(self._first_hello, HELLO_TIMEOUT_S + 5, "the front end's first message")
+            await self._or_failure(self._all_said_hello.wait(), HELLO_TIMEOUT_S + 5, "the front ends' first messages")
             await opening
         finally:
             opening.cancel()
             await asyncio.wait({opening})
         ranks = self._config.parallel.ranks
         logger.info("starting %s", f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}")
-        self._ranks.start(self._plan(address), ranks)
+        self._ranks.start(self._plan(), ranks)
         # The ranks' own bounds strike first, with the cause.
         ready_timeout_s = self._config.fault.engine_ready_timeout + FRONT_END_READY_TIMEOUT_S
         await self._or_failure(self._ranks.up.wait(), ready_timeout_s, "the ranks")
-        await self._or_failure(self._front_end.ready.wait(), FRONT_END_READY_TIMEOUT_S, "the front end")
+        for front_end in self._front_ends:
+            await self._or_failure(front_end.ready.wait(), FRONT_END_READY_TIMEOUT_S, "the front end")
 
-    def _plan(self, address: FrontEndAddress) -> RankPlan:
+    def _plan(self) -> RankPlan:
         parallel = self._config.parallel
         num_local = num_ranks_on_node(parallel)
         return RankPlan(
             engine=self._config.engine,
             control_address=self._control.address,
-            front_ends=(address,),
+            front_ends=tuple(self._addresses.values()),
             num_threads=threads_per_rank(Machine.here(), num_local, os.environ),
             first_rank=0 if num_local == parallel.data_parallel_size else parallel.ranks[0],
             ready_timeout_s=self._config.fault.engine_ready_timeout,
@@ -167,23 +174,25 @@ class Launcher:
         match message:
             case EngineStarting() | EngineReady() | EngineCoreDead() | RankDied() | RankSuspected():
                 self._ranks.on_message(message)
-            case FrontEndHello() | FrontEndReady() | FrontEndFailed():
-                self._front_end.on_message(message)
+            case FrontEndHello() | FrontEndReady() | FrontEndFailed() if message.index < len(self._front_ends):
+                self._front_ends[message.index].on_message(message)
             case _:
                 logger.warning("control socket: %r sent %s, which is not for a launcher", identity, type(message).__name__)
 
     def _on_hello(self, address: FrontEndAddress) -> None:
-        if not self._first_hello.done():
-            self._first_hello.set_result(address)
-        else:
+        self._addresses[address.index] = address
+        if len(self._addresses) == len(self._front_ends):
+            self._all_said_hello.set()
+        if self._ranks.is_started:
             attached = self._ranks.attach_front_end(address)
             order = AttachFrontEnd(address.index, address.input_address, address.output_address)
             for rank_id in attached:
                 self._control.send(engine_identity(rank_id), order)
-        self._tell_front_end(self._ranks.snapshot())
+        self._tell_front_ends(self._ranks.snapshot())
 
-    def _tell_front_end(self, state: GroupState) -> None:
-        self._control.send(front_end_identity(0), state)  # one that is not there asks with its hello
+    def _tell_front_ends(self, message: GroupState | Shutdown) -> None:
+        for index in range(len(self._front_ends)):
+            self._control.send(front_end_identity(index), message)  # one that is not there asks with its hello
 
     def _on_no_rank_left(self, cause: str) -> None:
         self._last_death = cause
@@ -208,12 +217,12 @@ class Launcher:
     # --- the end ---
 
     async def stop(self, drain_timeout_s: float) -> None:
-        """Front end, ranks, what they ran on, sockets. Bounded; each stage says so in the log."""
+        """Front ends, ranks, what they ran on, sockets. Bounded; each stage says so in the log."""
         failed = self.failure.done()
         self._ranks.retire()
         logger.info("stopping the front end, at most %g s", drain_timeout_s)
-        self._control.send(front_end_identity(0), Shutdown(drain_timeout_s))
-        await self._front_end.stop(drain_timeout_s + (FAILED_END_TIMEOUT_S if failed else DRAIN_MARGIN_S))
+        self._tell_front_ends(Shutdown(drain_timeout_s))
+        await self._stop_front_ends(drain_timeout_s + (FAILED_END_TIMEOUT_S if failed else DRAIN_MARGIN_S))
         logger.info("stopping the ranks")
         for rank_id in self._ranks.living:
             self._control.send(engine_identity(rank_id), Shutdown(0.0))
@@ -223,10 +232,13 @@ class Launcher:
         self._control.close()
         logger.info("stopped")
 
+    async def _stop_front_ends(self, timeout_s: float) -> None:
+        await asyncio.gather(*(front_end.stop(timeout_s) for front_end in self._front_ends))
+
     async def kill(self) -> None:
         """The same without asking anybody."""
         self._ranks.retire()
-        await self._front_end.stop(0.0)
+        await self._stop_front_ends(0.0)
         await self._ranks.stop(0.0)
         await self._rank_launcher.close()
         await self._coordinator.stop()

@@ -102,6 +102,10 @@ class RankSupervisor:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_no_rank_left(f"{task.get_name()}: {type(error).__name__}: {error}")
 
+    @property
+    def is_started(self) -> bool:
+        return self._plan is not None
+
     def attach_front_end(self, address: FrontEndAddress) -> list[RankId]:
         """A front end has a new life. Ranks that start from now on know it; returns those that must be told."""
         assert self._plan is not None

@@ -1,0 +1,82 @@
+"""Several front-end processes on one port answer as one endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+
+Serve = Callable[..., Any]
+Poll = Callable[..., Any]
+
+
+async def ask(url: str, **fields: Any) -> tuple[int, dict[str, Any]]:
+    """Over a connection of its own, so that any front end may get it."""
+    body = {"model": "tiny", "prompt": "one two three", "temperature": 0, "ignore_eos": True, "max_tokens": 5} | fields
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", json=body) as response:
+        return response.status, await response.json()
+
+
+async def test_counters_are_those_of_the_endpoint_whoever_answers(serve: Serve, simulated: list[str], poll: Poll) -> None:
+    server = serve(*simulated, "-dp", "2", "--api-server-count", "2")
+    answers = await asyncio.gather(*(ask(server.url) for _ in range(40)))
+    assert [answer for status, answer in answers if status != 200] == []
+
+    def agrees() -> bool:
+        statuses = [server.status() for _ in range(6)]
+        return all(
+            status["totals"]["requests"] == 40
+            and status["totals"]["generation_tokens"] == 200
+            and [front_end["index"] for front_end in status["front_ends"]] == [0, 1]
+            and sum(rank["requests_total"] for rank in status["ranks"]) == 40
+            for status in statuses
+        )
+
+    await asyncio.to_thread(poll, agrees, "every front end counts 40 requests", 10)
+    assert 'request_success_total{engine="0",finished_reason="length"' in server.get("/metrics").text
+
+
+async def test_a_killed_front_end_costs_its_own_connections_only_and_no_counter_goes_back(
+    serve: Serve, simulated: list[str], poll: Poll
+) -> None:
+    server = serve(*simulated, "--api-server-count", "2")
+    await asyncio.gather(*(ask(server.url) for _ in range(20)))
+    await asyncio.to_thread(poll, lambda: server.status()["totals"]["requests"] == 20, "all are counted", 10)
+    rank_pid = server.rank(0)["pid"]
+    front_ends = {f["index"]: f["pid"] for f in server.status()["front_ends"]}
+    os.kill(front_ends[0], signal.SIGKILL)
+
+    def is_replaced() -> bool:
+        pids = {f["index"]: f["pid"] for f in server.status()["front_ends"]}
+        return pids.get(0) not in (None, front_ends[0]) and pids[1] == front_ends[1]
+
+    await asyncio.to_thread(poll, is_replaced, "front end 0 is replaced", 30)
+    answers = await asyncio.gather(*(ask(server.url) for _ in range(20)))
+    assert [answer for status, answer in answers if status != 200] == []
+    await asyncio.to_thread(poll, lambda: server.status()["totals"]["requests"] == 40, "no count was lost", 10)
+    assert server.rank(0)["pid"] == rank_pid
+    assert server.rank(0)["restarts"] == 0
+
+
+async def test_a_stopped_front_end_stops_neither_the_other_nor_a_rank(serve: Serve, simulated: list[str], poll: Poll) -> None:
+    server = serve(*simulated, "-dp", "2", "--api-server-count", "2")
+    stopped = server.status()["front_ends"][0]["pid"]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        # A connection that the kernel had given to the stopped one may wait; every other is served.
+        answers = await asyncio.gather(*(asyncio.wait_for(ask(server.url, max_tokens=200), 30) for _ in range(10)))
+        assert [answer for status, answer in answers if status != 200] == []
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+
+
+async def test_the_admission_limit_is_one_for_all_front_ends(serve: Serve, simulated: list[str]) -> None:
+    server = serve(*simulated, "--api-server-count", "2", "--max-num-queued-requests", "6")
+    answers = await asyncio.gather(*(ask(server.url, max_tokens=300) for _ in range(30)))
+    statuses = [status for status, _ in answers]
+    assert set(statuses) == {200, 503}
+    assert statuses.count(200) == 6
