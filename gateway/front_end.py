@@ -59,8 +59,8 @@ class FrontEnd:
             self.shutdown_ordered.set_result(timeout_s)
 
     async def run(self, listener: socket.socket, *, is_restart: bool) -> int:
-        # One that starts again beside others, or on a group that serves already, would say "starting" where all is well: clients
-        # wait in the listener's queue until it knows better.
+        # One that starts again, on a group that serves already, would say "starting" where all is well: clients wait in the
+        # listener's queue until it knows better.
         server = None if is_restart else await run_server(self.state, listener)
         try:
             llm = await self._start_engine()

@@ -326,8 +326,8 @@ class AsyncMPClient(EngineCoreClient):
 
     def _new_life(self, rank_id: m.RankId) -> RankLife:
         health = RankHealth(rank_id, self._clock(), stall_timeout_s=self._config.fault.stall_timeout)
-        # The rank's first reports to a front end that has started again may still count its predecessor's commands. They must not
-        # pass for ours: every life has numbers of its own.
+        # The rank's first reports to a front end that has started again may still count its predecessor's commands. They must
+        # not pass for ours: every life has numbers of its own.
         return RankLife(rank_id, health, last_seq=self.place.life << 32)
 
     async def _tick(self) -> None:
