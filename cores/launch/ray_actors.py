@@ -153,6 +153,7 @@ class RayActorLauncher:
         await _check_reachable(address)
         what = f"joining Ray at {address} (a cluster that asks for a token needs RAY_AUTH_MODE and RAY_AUTH_TOKEN here, too)"
         self._node_id = await in_thread(lambda: _join(address, self._run_id), JOIN_TIMEOUT_S, what)
+        _take_signals_back()
         logger.info("joined Ray at %s as %s", address, self._run_id)
 
     async def start(self, launch: EngineLaunch) -> RayRank:
@@ -259,6 +260,12 @@ def _join(address: str, namespace: str) -> str:
     logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that SIGTERM is not its own; we mean that
     ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
     return str(ray.get_runtime_context().get_node_id())
+
+
+def _take_signals_back() -> None:
+    """Ray's core puts a handler of its own before Python's, which prints a stack trace at every SIGTERM. Ours goes first again."""
+    if threading.current_thread() is threading.main_thread() and callable(handler := signal.getsignal(signal.SIGTERM)):
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _import_path(environment: Mapping[str, str]) -> dict[str, str]:
