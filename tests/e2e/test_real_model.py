@@ -51,19 +51,3 @@ def ask(client: openai.OpenAI, rank: int | None, stream: bool) -> str:
     chunks = list(answer)
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
     return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-
-
-def test_supervised_endpoints_share_one_embedded_ray(
-    serve: Callable[..., Any], tiny_model: str, port_range: Callable[[int], int]
-) -> None:
-    port = port_range(2)
-    server = serve(
-        tiny_model, "--engine", "simulated", "-dp", "2", "--data-parallel-multi-port-external-lb", "--port", str(port),
-        "--data-parallel-rpc-port", str(port_range(1)), ready_lines=2,
-    )  # fmt: skip
-    assert server.urls == [f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}"]
-    for rank, url in enumerate(server.urls):
-        assert server.get("/health", url).status_code == 200
-        assert [row["rank"] for row in server.status(url)["ranks"]] == [rank]
-    num_raylets = sum("raylet" in command for command in server.alive())
-    assert num_raylets == 1
