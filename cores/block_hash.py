@@ -11,11 +11,14 @@ BlockHash = bytes  # 16 bytes
 ROOT: BlockHash = b"\0" * 16
 
 
-def root_hash(lora_name: str | None = None, cache_salt: str | None = None) -> BlockHash:
-    """The parent of a request's first block. Adapter and salt separate caches that must not be shared."""
-    if not lora_name and not cache_salt:
+def root_hash(lora_id: str | None = None, cache_salt: str | None = None) -> BlockHash:
+    """The parent of a request's first block. Adapter and salt separate caches that must not be shared.
+
+    The adapter's id and not its name: another adapter may have that name tomorrow.
+    """
+    if not lora_id and not cache_salt:
         return ROOT
-    return hashlib.blake2b(f"{lora_name or ''}\0{cache_salt or ''}".encode(), digest_size=16).digest()
+    return hashlib.blake2b(f"{lora_id or ''}\0{cache_salt or ''}".encode(), digest_size=16).digest()
 
 
 def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:

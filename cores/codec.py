@@ -138,12 +138,13 @@ def _pack_add_request(message: m.AddRequest) -> list[Any]:
     r = message.request
     return [
         message.seq, r.handle, r.request_id, array("I", r.prompt_token_ids).tobytes(), pack_sampling_params(r.sampling_params),
-        r.arrival_time_s, r.num_original_prompt_tokens, r.priority, r.lora_name, r.cache_salt, r.session_id,
+        r.arrival_time_s, r.num_original_prompt_tokens, r.priority, r.lora_name, r.cache_salt, r.session_id, r.lora_id,
     ]  # fmt: skip
 
 
 def _unpack_add_request(fields: list[Any]) -> m.AddRequest:
-    seq, handle, request_id, prompt, params, arrival, num_original, priority, lora, salt, session = fields
+    seq, handle, request_id, prompt, params, arrival, num_original, priority, lora, salt, session, *rest = fields
+    (lora_id,) = rest or (None,)
     return m.AddRequest(
         _checked(seq, int),
         m.EngineCoreRequest(
@@ -157,6 +158,7 @@ def _unpack_add_request(fields: list[Any]) -> m.AddRequest:
             lora_name=_checked(lora, (str, types.NoneType)),
             cache_salt=_checked(salt, (str, types.NoneType)),
             session_id=_checked(session, (str, types.NoneType)),
+            lora_id=_checked(lora_id, (str, types.NoneType)),
         ),
     )
 

@@ -79,11 +79,33 @@ class EngineConfig:
     enable_prefix_caching: bool = opt(True, "reuse the KV cache of equal prompt prefixes")
     scheduling_policy: Literal["fcfs", "priority"] = opt("fcfs", "order of waiting requests inside an engine")
     seed: int = opt(0, "of the weights of a randomly initialised model; requests have their own")
+    enable_lora: bool = opt(False, "serve LoRA adapters beside the model")
+    max_loras: int = opt(4, "different adapters in one step; so many stay resident", min=1)
+    max_lora_rank: int = opt(16, "highest rank of an adapter; memory for so much is set aside", min=1, max=512)
+    lora_modules: tuple[str, ...] = opt(
+        (), "adapters to load at the start, served as models of these names", metavar="NAME=PATH"
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.lora_modules and not self.enable_lora:
+            raise ConfigError("--lora-modules needs --enable-lora")
+        parse_lora_modules(self.lora_modules)
         if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError("--num-kv-blocks and --kv-cache-memory-bytes exclude each other")
+
+
+def parse_lora_modules(words: tuple[str, ...]) -> dict[str, str]:
+    """Paths by name, from `NAME=PATH` words. Raises `ConfigError`."""
+    paths: dict[str, str] = {}
+    for word in words:
+        name, _, path = word.partition("=")
+        if not name or not path:
+            raise ConfigError(f"--lora-modules takes NAME=PATH, got {word!r}")
+        if name in paths:
+            raise ConfigError(f"--lora-modules names {name!r} twice")
+        paths[name] = path
+    return paths
 
 
 def check_fields(config: Any) -> None:

@@ -7,8 +7,9 @@ from array import array
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from cores.config import EngineConfig
+from cores.config import ConfigError, EngineConfig, parse_lora_modules
 from cores.kv_cache_manager import KVCacheManager
+from cores.lora import LoraAdapters, LoraError, LoraNotFoundError
 from cores.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -75,6 +76,7 @@ class EngineCore:
         self.command_seqs: dict[int, int] = {}  # by front end: its highest command applied
         self._runner = runner
         self._clock = clock
+        max_loras = config.max_loras if config.enable_lora else 0
         kv_cache = KVCacheManager(info.num_kv_blocks, config.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(
             SchedulerConfig(
@@ -82,9 +84,11 @@ class EngineCore:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 policy=config.scheduling_policy,
+                max_loras=max_loras,
             ),
             kv_cache,
         )
+        self._loras = LoraAdapters(runner, max_loras)
         self._times = StepTimes()
         self._ended: list[tuple[int, int, Finished]] = []  # (client, handle, how) of requests that ended outside a step
 
@@ -119,11 +123,16 @@ class EngineCore:
         if (client, request.handle) in self._scheduler:
             logger.warning("front end %d uses handle %d twice; the second request is ignored", client, request.handle)
             return
-        error = self._error_in(request)
+        error, lora_id = self._error_in(request), None
+        if error is None and request.lora_name is not None:
+            try:
+                lora_id = self._loras.resolve(request.lora_name, request.lora_id)
+            except LoraError as refusal:
+                error = str(refusal)
         if error is not None:
             self._ended.append((client, request.handle, Finished(FinishReason.ERROR, error=error)))
             return
-        queued = Request.from_engine_core_request(client, request, self.max_model_len, self.info.eos_token_ids)
+        queued = Request.from_engine_core_request(client, request, self.max_model_len, self.info.eos_token_ids, lora_id)
         finished = self._scheduler.add_request(queued, self._clock())
         if finished is not None:
             self._ended.append((client, request.handle, finished))
@@ -180,6 +189,64 @@ class EngineCore:
         """Forgets all cached prefixes, also those that running requests are computing."""
         self._scheduler.reset_prefix_cache()
 
+    # --- LoRA adapters ------------------------------------------------------------------------------------------------
+
+    def load_lora_modules(self, words: tuple[str, ...]) -> None:
+        """The adapters that are there from the start. Raises `ConfigError`."""
+        for name, path in parse_lora_modules(words).items():
+            try:
+                self.add_lora(name, path)
+            except LoraError as error:
+                raise ConfigError(f"--lora-modules {name}={path}: {error}") from error
+
+    @utility
+    def add_lora(self, name: str, path: str, lora_id: str | None = None) -> dict[str, Any]:
+        """Serves an adapter under a name, in place of another one of that name: see `LoraAdapters.add`."""
+        lora = self._loras.add(name, path, lora_id)
+        self._on_loras_changed()
+        return lora.to_plain()
+
+    @utility
+    def remove_lora(self, name: str) -> bool:
+        """New requests for it are refused, those that have come go on. False when there is none of that name."""
+        was_there = self._loras.remove(name)
+        self._on_loras_changed()
+        return was_there
+
+    @utility
+    def list_loras(self) -> list[dict[str, Any]]:
+        return [lora.to_plain() for lora in self._loras.loras()]
+
+    @utility
+    def pin_lora(self, name: str) -> None:
+        """Keeps it resident from its next use on."""
+        self._loras.pin(name)
+        self._on_loras_changed()
+
+    @utility
+    def stage_lora(self, path: str) -> dict[str, Any]:
+        """First half of an `add_lora` on several ranks: loads the adapter and returns its id. That it cannot be served is an
+        answer too, with the reason. `sync_loras` takes it back."""
+        try:
+            return {"id": self._loras.stage(path), "error": None, "is_missing": False}
+        except LoraError as error:
+            return {"id": None, "error": str(error), "is_missing": isinstance(error, LoraNotFoundError)}
+
+    @utility
+    def sync_loras(self, wanted: list[Any]) -> dict[str, str]:
+        """Makes these, as [name, path, id, is pinned], all adapters that there are. Why some are missing that cannot be had."""
+        missing = self._loras.sync(wanted)
+        self._on_loras_changed()
+        return missing
+
+    def _on_loras_changed(self) -> None:
+        self._scheduler.loras.pinned = self._loras.pinned
+        self._drop_unused_loras()
+
+    def _drop_unused_loras(self) -> None:
+        if self._loras.unnamed:
+            self._loras.drop_unused(self._scheduler.lora_ids())
+
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> dict[int, EngineCoreOutputs]:
@@ -191,6 +258,7 @@ class EngineCore:
             updates = self._scheduler.update(batch, self._runner.execute(batch))
             self.step_count += 1
             self._times.add(self._clock() - start, batch.num_tokens - batch.num_decodes)
+            self._drop_unused_loras()
         return self._make_outputs(updates)
 
     def _make_outputs(self, updates: list[RequestUpdate]) -> dict[int, EngineCoreOutputs]:
@@ -230,6 +298,7 @@ class EngineCore:
 
     def check_invariants(self) -> None:
         self._scheduler.check_invariants()
+        self._loras.check_invariants()
 
 
 def _add_extras(outputs: EngineCoreOutputs, row: int, update: RequestUpdate) -> None:

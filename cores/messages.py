@@ -90,6 +90,7 @@ class EngineCoreRequest:
     lora_name: str | None = None
     cache_salt: str | None = None
     session_id: str | None = None
+    lora_id: str | None = None  # which adapter was meant by that name when the request came; None: whichever has it now
 
 
 @dataclass(frozen=True, slots=True)

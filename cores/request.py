@@ -37,7 +37,7 @@ class Request:
     priority: int = 0
     arrival_time_s: float = 0.0
     root_hash: BlockHash = b""
-    lora_name: str | None = None
+    lora_id: str | None = None
 
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
@@ -54,12 +54,19 @@ class Request:
     stop_ids: frozenset[int] = (
         frozenset()
     )  # EOS unless ignored, and `stop_token_ids`: masked until min_tokens, then they end it
+    num_passed_over: int = 0  # requests that were admitted before it because their adapters had a slot, and its own did not
     runner_state: object = None  # the runner's own notes on this request; they end with it
 
     @classmethod
     def from_engine_core_request(
-        cls, client: int, request: EngineCoreRequest, max_model_len: int, eos_token_ids: tuple[int, ...] = ()
+        cls,
+        client: int,
+        request: EngineCoreRequest,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...] = (),
+        lora_id: str | None = None,
     ) -> Request:
+        """`lora_id` is that of the adapter which the request names."""
         params = request.sampling_params
         budget = params.max_tokens if params.max_tokens is not None else max_model_len
         return cls(
@@ -72,8 +79,8 @@ class Request:
             max_total_tokens=min(request.num_original_prompt_tokens + budget, max_model_len),
             priority=request.priority,
             arrival_time_s=request.arrival_time_s,
-            root_hash=root_hash(request.lora_name, request.cache_salt),
-            lora_name=request.lora_name,
+            root_hash=root_hash(lora_id, request.cache_salt),
+            lora_id=lora_id,
             stop_ids=frozenset(params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)),
         )
 

@@ -5,6 +5,8 @@ Rules
 * One token budget per step. Decodes take theirs first, then prompts in chunks, those already begun before new ones.
 * Waiting and running requests each stand in one order, (priority, arrival). The head is never passed over by those behind it:
   nobody starves, but for those with a worse priority than all that keeps coming.
+* Only a request whose LoRA adapter has no slot is passed over. After `MAX_PASSED_OVER` times the adapter that will leave first
+  takes no more requests from behind it, so that a slot becomes free.
 * When decoding runs out of KV blocks, the last of the running gives up its blocks and goes back to its place in the queue
   with all its tokens, to be computed again. The first is never the victim and always fits, so there is always progress.
 * A request that can never fit ends at once with an error; none is ever dropped.
@@ -18,9 +20,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cores.kv_cache_manager import KVCacheManager
+from cores.lora import RunningLoras
 from cores.messages import Finished, FinishReason, RankLoad, SchedulerStats, TokenLogprobs
 from cores.request import Request, RequestKey, RequestStatus
 from cores.runner.interface import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+
+MAX_PASSED_OVER = 32  # enough for a good batch of one adapter's requests before the next one's turn
+MAX_LOOK_AHEAD = 256  # requests that one step looks at for one whose adapter has a slot: a long queue must not cost every step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +35,7 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     policy: Literal["fcfs", "priority"] = "fcfs"
+    max_loras: int = 0  # different adapters in one step
 
 
 @dataclass(slots=True)
@@ -76,6 +83,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager) -> None:
         self.config = config
         self.kv_cache = kv_cache
+        self.loras = RunningLoras(config.max_loras)
         # A decode takes one token of the budget: with more sequences than tokens some would never get theirs.
         self._max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.max_model_len = min(config.max_model_len, kv_cache.num_tokens_capacity)
@@ -101,6 +109,10 @@ class Scheduler:
 
     def request_keys(self) -> list[RequestKey]:
         return list(self._requests)
+
+    def lora_ids(self) -> set[str]:
+        """Adapters of all requests, waiting ones too."""
+        return {request.lora_id for request in self._requests.values() if request.lora_id is not None}
 
     def load(self, step_ms: float = 0.0, prefill_tokens_per_s: float = 0.0) -> RankLoad:
         return RankLoad(
@@ -196,13 +208,18 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        self._running.remove(request)
         self._count(request, -1)
-        self.kv_cache.free(request)
+        self._leave_running(request)
         request.status = RequestStatus.PREEMPTED
         self._count(request, 1)
         self._waiting.add(request)
         self._num_preemptions += 1
+
+    def _leave_running(self, request: Request) -> None:
+        self._running.remove(request)
+        self.kv_cache.free(request)
+        if request.lora_id is not None:
+            self.loras.remove(request.lora_id)
 
     def _schedule_prefills(self, batch: list[ScheduledRequest], budget: int) -> int:
         left = budget
@@ -215,22 +232,42 @@ class Scheduler:
         return budget - left
 
     def _admit(self, batch: list[ScheduledRequest], budget: int, now: float) -> int:
-        left = budget
-        while left and self._waiting and len(self._running) < self._max_num_running:
-            request = self._waiting[0]
+        left, index = budget, 0
+        passed: Request | None = None  # the first that waits for a slot for its adapter
+        while left and len(self._running) < self._max_num_running and index < min(len(self._waiting), MAX_LOOK_AHEAD):
+            request = self._waiting[index]
+            if not self._has_slot(request, passed):
+                passed = passed or request
+                index += 1
+                continue
             # One spare block for each running sequence, which will soon ask for it: else we admit now and preempt a step later.
             self._count(request, -1)
             admitted = self.kv_cache.admit(request, num_spare=len(self._running))
             self._count(request, 1)  # less by what the cache had
             if not admitted:
                 break
-            self._waiting.remove(request)
-            self._running.add(request)
-            request.status = RequestStatus.RUNNING
+            self._begin_running(request)
             if request.first_scheduled_s is None:
                 self._note_first_admission(request, now)
+            if passed is not None and request.lora_id is not None:
+                passed.num_passed_over += 1
             left -= self._append_chunk(batch, request, left)
         return budget - left
+
+    def _has_slot(self, request: Request, passed: Request | None) -> bool:
+        """Whether the request's adapter may be used in the next steps, although `passed` waits before it for a slot."""
+        if request.lora_id is None:
+            return True
+        if passed is not None and passed.num_passed_over >= MAX_PASSED_OVER and request.lora_id == self.loras.next_to_leave():
+            return False
+        return self.loras.has_room(request.lora_id)
+
+    def _begin_running(self, request: Request) -> None:
+        self._waiting.remove(request)
+        self._running.add(request)
+        request.status = RequestStatus.RUNNING
+        if request.lora_id is not None:
+            self.loras.add(request.lora_id)
 
     def _append_chunk(self, batch: list[ScheduledRequest], request: Request, budget: int) -> int:
         num_left = request.num_tokens - request.num_computed_tokens
@@ -292,8 +329,7 @@ class Scheduler:
         del self._requests[request.key]
         self._count(request, -1)
         if request.status is RequestStatus.RUNNING:
-            self._running.remove(request)
-            self.kv_cache.free(request)
+            self._leave_running(request)
         else:
             self._waiting.remove(request)
         request.status = RequestStatus.FINISHED
@@ -314,6 +350,7 @@ class Scheduler:
         assert all(r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) and not r.block_ids for r in waiting)
         assert all(r.num_computed_tokens < r.num_tokens < r.max_total_tokens for r in running + waiting)
         assert len(running) <= self._max_num_running
+        self.loras.check_invariants(r.lora_id for r in running if r.lora_id is not None)
         assert self._num_decodes == sum(r.is_decoding for r in running)
         assert self._num_prefill_tokens == sum(
             r.num_tokens - r.num_computed_tokens for r in waiting + running if not r.is_decoding

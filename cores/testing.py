@@ -131,6 +131,8 @@ def make_request(
     num_original_prompt_tokens: int | None = None,
     priority: int = 0,
     cache_salt: str | None = None,
+    lora_name: str | None = None,
+    lora_id: str | None = None,
     **params: Any,
 ) -> EngineCoreRequest:
     """A request with defaults that suit tests: greedy, 8 tokens, EOS ignored. An int `prompt` is a length."""
@@ -145,4 +147,6 @@ def make_request(
         num_original_prompt_tokens=len(prompt_token_ids) if num_original_prompt_tokens is None else num_original_prompt_tokens,
         priority=priority,
         cache_salt=cache_salt,
+        lora_name=lora_name,
+        lora_id=lora_id,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cores.config import ConfigError, EngineConfig, check_fields, opt
+from cores.config import ConfigError, EngineConfig, check_fields, opt, parse_lora_modules
 
 __all__ = [
     "AdmissionConfig", "BalancerConfig", "ConfigError", "EngineConfig", "FaultConfig", "GatewayConfig", "ParallelConfig",
@@ -129,3 +129,5 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if taken := parse_lora_modules(self.engine.lora_modules).keys() & set(self.server.served_model_name):
+            raise ConfigError(f"--lora-modules: {min(taken)!r} is a name of the model itself (--served-model-name)")

@@ -66,4 +66,19 @@ class ModelRunner(Protocol):
         """
         ...
 
+    def load_lora(self, path: str) -> str:
+        """Reads an adapter into host memory and returns its id, the same on every rank. One that is there is not kept twice.
+
+        Raises `LoraError` that says what is wrong with it. Requests of a batch name adapters by this id.
+        """
+        ...
+
+    def drop_lora(self, lora_id: str) -> None:
+        """Forgets it. No batch will name it."""
+        ...
+
+    def pin_loras(self, lora_ids: frozenset[str]) -> None:
+        """These, and only these, keep their slot once they have one. A batch never needs more than the slots beside them."""
+        ...
+
     def shutdown(self) -> None: ...

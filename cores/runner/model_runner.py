@@ -10,6 +10,7 @@ number of threads, not stop idle ones from spinning, and two spinning engines on
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from cores.loader import LoadedModel, device_name, free_memory_bytes, load_model
 from cores.request import Request
 from cores.runner.input_batch import build_input_batch
 from cores.runner.interface import ModelInfo, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from cores.runner.lora import LoraModel
 from cores.runner.paged_kv_cache import PagedKVCache, choose_num_kv_blocks
 from cores.runner.sampler import Sampler
 from cores.sampling_params import SamplingParams
@@ -34,6 +36,7 @@ class _Parts:
     loaded: LoadedModel
     cache: PagedKVCache
     sampler: Sampler
+    loras: LoraModel | None
 
 
 class TorchModelRunner:
@@ -48,6 +51,7 @@ class TorchModelRunner:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
         loaded = load_model(self._config)
+        loras = self._make_loras(loaded)
         num_kv_blocks = choose_num_kv_blocks(
             loaded.cache_shape,
             free_bytes=free_memory_bytes(loaded.device),
@@ -60,8 +64,9 @@ class TorchModelRunner:
         )
         with torch.inference_mode():
             cache = PagedKVCache(loaded.cache_shape, num_kv_blocks, loaded.device)
-            self._parts = _Parts(loaded, cache, Sampler(loaded.vocab_size, loaded.device))
-        self._try_one_step(cache)
+            self._parts = _Parts(loaded, cache, Sampler(loaded.vocab_size, loaded.device), loras)
+        with contextlib.nullcontext() if loras is None else loras.watched():
+            self._try_one_step(cache)
         logger.info(
             "loaded %s: %s on %s, %d KV blocks of %d tokens (%d MiB)",
             self._config.model,
@@ -82,17 +87,44 @@ class TorchModelRunner:
     @torch.inference_mode()
     def execute(self, batch: SchedulerOutput) -> ModelRunnerOutput:
         assert self._parts is not None, "execute before load"
-        loaded, cache, sampler = self._parts.loaded, self._parts.cache, self._parts.sampler
+        loaded, cache, sampler, loras = self._parts.loaded, self._parts.cache, self._parts.sampler, self._parts.loras
         inputs = build_input_batch(batch, cache, loaded.cache_shape.block_size, loaded.dtype, loaded.device)
-        output = loaded.model(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            use_cache=False,
-            logits_to_keep=inputs.sampled_rows,  # the last layer's matrix is the largest: only for tokens that sample
-            attention_metadata=inputs.metadata,
-        )
+        with contextlib.nullcontext() if loras is None else loras.applied(batch):
+            output = loaded.model(
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
+                use_cache=False,
+                logits_to_keep=inputs.sampled_rows,  # the last layer's matrix is the largest: only for tokens that sample
+                attention_metadata=inputs.metadata,
+            )
         # In float32 from here on: bfloat16 has too few digits for sums over a vocabulary, and a slow argmax.
         return sampler.sample(output.logits[0].float(), [s.request for s in batch.scheduled if s.samples])
+
+    def load_lora(self, path: str) -> str:
+        return self._loras.load(path)
+
+    def drop_lora(self, lora_id: str) -> None:
+        self._loras.drop(lora_id)
+
+    def pin_loras(self, lora_ids: frozenset[str]) -> None:
+        self._loras.slots.pinned = lora_ids
+
+    @property
+    def _loras(self) -> LoraModel:
+        assert self._parts is not None, "an adapter before load"
+        assert self._parts.loras is not None, "an adapter without --enable-lora"
+        return self._parts.loras
+
+    def _make_loras(self, loaded: LoadedModel) -> LoraModel | None:
+        if not self._config.enable_lora:
+            return None
+        return LoraModel(
+            loaded.model,
+            max_loras=self._config.max_loras,
+            max_rank=self._config.max_lora_rank,
+            dtype=loaded.dtype,
+            device=loaded.device,
+        )
 
     def shutdown(self) -> None:
         self._parts = None

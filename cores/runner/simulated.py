@@ -2,11 +2,12 @@
 
 Rules
 -----
-* Token p of a sequence is a hash of (seed, all token ids before p), so it is the same whether the sequence runs alone or in a
-  batch, in one piece or after a preemption, here or continued on another rank. Greedy requests have the seed 0.
+* Token p of a sequence is a hash of (seed, adapter, all token ids before p), so it is the same whether the sequence runs alone
+  or in a batch, in one piece or after a preemption, here or continued on another rank. Greedy requests have the seed 0.
 * Only ids whose text is printable ASCII are chosen: never a special token, never EOS. A request ends by its length, by a
   stop string or by one of its own `stop_token_ids`; `ignore_eos` makes no difference.
 * Needs MODEL's config.json and tokenizer.json, no weights; so any `--max-model-len` goes.
+* Any directory is an adapter. Which one it is depends on its path, and on its adapter_config.json if it has one.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import signal
 import time
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 
 from cores.config import ConfigError, EngineConfig, SimulatedConfig
+from cores.lora import LoraNotFoundError
 from cores.messages import RankId
 from cores.request import Request
 from cores.runner.faults import FaultScript, StepFault
@@ -63,6 +66,20 @@ class SimulatedModelRunner:
         self._sleep(step_cost_s(self._config.simulated, batch))
         return output
 
+    def load_lora(self, path: str) -> str:
+        directory = Path(path)
+        if not directory.is_dir():
+            raise LoraNotFoundError(f"adapter directory {path!r} does not exist")
+        config = directory / "adapter_config.json"
+        content = config.read_bytes() if config.is_file() else b""
+        return hashlib.blake2b(path.encode() + b"\0" + content, digest_size=16).hexdigest()
+
+    def drop_lora(self, lora_id: str) -> None:
+        """Holds nothing."""
+
+    def pin_loras(self, lora_ids: frozenset[str]) -> None:
+        """Has no slots."""
+
     def shutdown(self) -> None:
         """Holds nothing."""
 
@@ -71,7 +88,7 @@ class SimulatedModelRunner:
         state = request.runner_state
         if not isinstance(state, _RunningHash):
             params = request.sampling_params
-            state = request.runner_state = _RunningHash(0 if params.is_greedy else params.seed or 0)
+            state = request.runner_state = _RunningHash(0 if params.is_greedy else params.seed or 0, request.lora_id or "")
         return self._choices[state.read(request.token_ids) % len(self._choices)]
 
     def _failures(self, sampling: list[Request]) -> dict[int, str]:
@@ -88,12 +105,12 @@ class SimulatedModelRunner:
 
 
 class _RunningHash:
-    """BLAKE2b of a seed and the tokens so far, extended as they come."""
+    """BLAKE2b of a seed, an adapter and the tokens so far, extended as they come."""
 
     __slots__ = ("_hash", "_num_tokens")
 
-    def __init__(self, seed: int) -> None:
-        self._hash = hashlib.blake2b(seed.to_bytes(8, "little", signed=True), digest_size=8)
+    def __init__(self, seed: int, lora_id: str) -> None:
+        self._hash = hashlib.blake2b(seed.to_bytes(8, "little", signed=True) + lora_id.encode(), digest_size=8)
         self._num_tokens = 0
 
     def read(self, token_ids: list[int]) -> int:

@@ -196,7 +196,7 @@ def _style(setting: Setting) -> dict[str, Any]:
     if setting.hint is SimulatedConfig:
         return {"nargs": "+", "metavar": "KEY=VALUE"}
     if get_origin(setting.hint) is tuple:
-        return {"nargs": "+", "metavar": setting.field.rsplit("_", 1)[-1].upper()}
+        return {"nargs": "+", "metavar": setting.metadata.get("metavar", setting.field.rsplit("_", 1)[-1].upper())}
     choices = get_args(setting.hint) if get_origin(setting.hint) is Literal else ()
     metavar = "{" + ",".join(choices) + "}" if choices else {int: "N", float: "X"}.get(setting.hint, "TEXT")
 

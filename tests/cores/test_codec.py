@@ -84,10 +84,10 @@ def test_there_is_a_sample_of_every_message() -> None:
 # A change of these bytes is a change of the protocol: append with a default, or count PROTOCOL_VERSION up.
 GOLDEN = {
     "AddRequest": (
-        "9d0101 05 07 aa63686174636d706c2d31 c4080100000070110100"
+        "9e0101 05 07 aa63686174636d706c2d31 c4080100000070110100"
         " 85ab74656d7065726174757265cb0000000000000000 a473656564fd ae73746f705f746f6b656e5f696473920405"
         " aa6d61785f746f6b656e7309 aa6c6f6769745f626961738108cbbff8000000000000"
-        " cb41d954fc40100000 02 ff c0 a473616c74 c0"
+        " cb41d954fc40100000 02 ff c0 a473616c74 c0 c0"
     ),
     "AbortRequests": "940102 06 920708",
     "EngineCoreOutputs": (
@@ -128,6 +128,11 @@ def test_a_field_that_an_older_peer_does_not_know_takes_its_default() -> None:
 def test_only_parameters_that_differ_from_their_default_cross_the_wire() -> None:
     packed = msgpack.unpackb(encode(ADD_REQUEST), strict_map_key=False)[6]
     assert set(packed) == {"temperature", "seed", "stop_token_ids", "max_tokens", "logit_bias"}
+
+
+def test_a_request_of_an_older_peer_lacks_what_was_added_since() -> None:
+    values = msgpack.unpackb(encode(ADD_REQUEST), strict_map_key=False)
+    assert decode(msgpack.packb(values[:13])) == ADD_REQUEST
 
 
 def _mutated_request(**fields: object) -> bytes:

@@ -27,6 +27,7 @@ class Arrival:
     prompt: list[int]
     max_tokens: int
     priority: int
+    lora_id: str | None
     abort_step: int | None
 
 
@@ -38,6 +39,7 @@ class Case:
     budget: int
     max_num_seqs: int
     policy: str
+    max_loras: int
     prefix_caching: bool
 
 
@@ -57,6 +59,7 @@ def cases(draw: st.DrawFn) -> Case:
                 prompt=shared + own or [3],
                 max_tokens=draw(st.sampled_from([1, 2, 9, 30])),
                 priority=draw(st.integers(0, 2)),
+                lora_id=draw(st.sampled_from([None, None, "a", "b", "c"])),
                 abort_step=None if abort_after is None else start + abort_after,
             )
         )
@@ -67,6 +70,7 @@ def cases(draw: st.DrawFn) -> Case:
         budget=draw(st.sampled_from([100, 16, 5, 1])),
         max_num_seqs=draw(st.sampled_from([16, 3, 1])),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
+        max_loras=draw(st.sampled_from([1, 2, 4])),
         prefix_caching=draw(st.booleans()),
     )
 
@@ -88,6 +92,7 @@ class Tracker:
             max_num_seqs=case.max_num_seqs,
             max_num_batched_tokens=case.budget,
             policy=case.policy,  # type: ignore[arg-type]  # drawn from the two literals
+            max_loras=case.max_loras,
         )
         scheduler = Scheduler(config, kv_cache)
         # Each step computes at least one token; preemption computes some again. Far more than this would be starvation.
@@ -107,7 +112,7 @@ class Tracker:
         for handle, arrival in enumerate(self.case.arrivals):
             if arrival.step == step:
                 message = make_request(handle, arrival.prompt, max_tokens=arrival.max_tokens, priority=arrival.priority)
-                request = Request.from_engine_core_request(0, message, scheduler.max_model_len)
+                request = Request.from_engine_core_request(0, message, scheduler.max_model_len, lora_id=arrival.lora_id)
                 self.tokens[handle] = []
                 finished = scheduler.add_request(request, float(step))
                 if finished is not None:
@@ -135,6 +140,7 @@ class Tracker:
         assert batch.num_tokens == sum(s.num_tokens for s in batch.scheduled)
         assert len(batch.scheduled) <= self.case.max_num_seqs
         assert len({s.request.key for s in batch.scheduled}) == len(batch.scheduled)
+        assert len({s.request.lora_id for s in batch.scheduled} - {None}) <= self.case.max_loras
         for position, scheduled in enumerate(batch.scheduled):
             request = scheduled.request
             end = request.num_computed_tokens + scheduled.num_tokens

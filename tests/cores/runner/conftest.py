@@ -14,6 +14,12 @@ from tests.cores.runner.torch_engine import Engine
 NUM_REFERENCE_TOKENS = 24
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """More would spin against each other and against the tests of other processes: seconds for what takes milliseconds."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))

@@ -16,7 +16,7 @@ from cores.runner.model_runner import TorchModelRunner
 class Engine:
     def __init__(self, model: Path, **settings: Any) -> None:
         config = EngineConfig(**{"model": str(model), "device": "cpu", "dtype": "float32", "num_kv_blocks": 256} | settings)
-        runner = TorchModelRunner(config, num_threads=1)
+        self.runner = runner = TorchModelRunner(config, num_threads=1)
         self.info: ModelInfo = runner.load()
         self.core = EngineCore(RankId(0, 1), config, self.info, runner, clock=lambda: 0.0)
 
@@ -33,3 +33,8 @@ class Engine:
                     tokens[handle].append(token_id)
             self.core.check_invariants()
         return tokens
+
+    @property
+    def lora_ids(self) -> list[str]:
+        """Of the adapters that the runner has in memory."""
+        return list(self.runner._loras.adapters)
