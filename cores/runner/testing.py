@@ -49,7 +49,7 @@ def make_random_lora(
     bytes.
     """
     path.mkdir(parents=True, exist_ok=True)
-    settings = {
+    settings: dict[str, Any] = {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": 2 * rank,
