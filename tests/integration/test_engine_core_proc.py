@@ -145,7 +145,8 @@ def test_utilities_answer_by_call_id_and_an_unknown_one_is_an_error(engine: Engi
     assert engine.front_end.receive_one(UtilityResult) == UtilityResult(RankId(0, 1), call_id)
     engine.front_end.call("format_disk")
     result = engine.front_end.receive_one(UtilityResult)
-    assert result.error == "unknown utility 'format_disk'; there are reset_prefix_cache"
+    assert result.error is not None
+    assert result.error.startswith("unknown utility 'format_disk'; there are ")
 
 
 def test_heartbeats_come_while_idle(engine: EngineHarness) -> None:
