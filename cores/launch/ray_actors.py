@@ -263,7 +263,7 @@ def _join(address: str, namespace: str) -> str:
 
 
 def _take_signals_back() -> None:
-    """Ray's core puts a handler of its own before Python's, which prints a stack trace at every SIGTERM. Ours goes first again."""
+    """Ray's core puts a handler before Python's that prints a stack trace at every SIGTERM. Ours goes first again."""
     if threading.current_thread() is threading.main_thread() and callable(handler := signal.getsignal(signal.SIGTERM)):
         signal.signal(signal.SIGTERM, handler)
 

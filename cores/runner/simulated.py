@@ -22,7 +22,7 @@ from pathlib import Path
 
 from cores.config import ConfigError, EngineConfig, SimulatedConfig
 from cores.lora import LoraNotFoundError
-from cores.messages import RankId
+from cores.messages import RankId, TokenLogprobs
 from cores.request import Request
 from cores.runner.faults import FaultScript, StepFault
 from cores.runner.interface import ModelInfo, ModelRunnerOutput, SchedulerOutput
@@ -61,6 +61,9 @@ class SimulatedModelRunner:
         self._suffer(self._faults.steps.get(self._step))
         sampling = [scheduled.request for scheduled in batch.scheduled if scheduled.samples]
         output = ModelRunnerOutput([self._next_token(request) for request in sampling])
+        for i, request in enumerate(sampling):
+            if request.sampling_params.logprobs is not None:
+                output.logprobs[i] = _certain(output.token_ids[i], request.sampling_params.logprobs)
         if self._faults.failing_tokens:
             output.errors = self._failures(sampling)
         self._sleep(step_cost_s(self._config.simulated, batch))
@@ -118,6 +121,11 @@ class _RunningHash:
         self._hash.update(array("I", token_ids[self._num_tokens :]).tobytes())
         self._num_tokens = len(token_ids)
         return int.from_bytes(self._hash.digest(), "little")
+
+
+def _certain(token_id: int, num_top: int) -> TokenLogprobs:
+    """A hash leaves no choice: the token has probability 1, and there are no others."""
+    return TokenLogprobs(0.0, 1, (token_id,)[:num_top], (0.0,)[:num_top])
 
 
 def step_cost_s(cost: SimulatedConfig, batch: SchedulerOutput) -> float:
