@@ -45,7 +45,8 @@ T = TypeVar("T")
 
 JOIN_TIMEOUT_S = 30.0
 PLACE_TIMEOUT_S = 60.0  # a new worker process takes 1-2 s; the rest is for resources that are about to become free
-CALL_TIMEOUT_S = 10.0
+ASK_TIMEOUT_S = 30.0  # Ray answers in milliseconds, on a machine that has some to spare
+END_TIMEOUT_S = 10.0
 GONE_TIMEOUT_S = 5.0
 
 
@@ -120,7 +121,7 @@ class RayRank:
         if not self._end.done():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process, signal.SIGKILL)  # it is on this node; `ray.kill` alone takes longer
-            await asyncio.wait({self._end}, timeout=CALL_TIMEOUT_S + GONE_TIMEOUT_S)
+            await asyncio.wait({self._end}, timeout=END_TIMEOUT_S + GONE_TIMEOUT_S)
 
 
 class RayActorLauncher:
@@ -162,8 +163,8 @@ class RayActorLauncher:
         log = await LogPipe.open(pipe, f"rank {launch.rank}")
         actor = None
         try:
-            num_gpus = await in_thread(lambda: self._num_gpus(launch), CALL_TIMEOUT_S, "asking Ray for its resources")
-            actor = await in_thread(lambda: self._make_actor(name, pipe, num_gpus), CALL_TIMEOUT_S, "making an actor")
+            num_gpus = await in_thread(lambda: self._num_gpus(launch), ASK_TIMEOUT_S, "asking Ray for its resources")
+            actor = await in_thread(lambda: self._make_actor(name, pipe, num_gpus), ASK_TIMEOUT_S, "making an actor")
             pid, node = await self._place(actor, launch.rank, num_gpus)
         except BaseException:
             log.close()
@@ -210,7 +211,7 @@ class RayActorLauncher:
             future = asyncio.wrap_future(actor.where.remote().future())
             pid, node = await asyncio.wait_for(future, self._place_timeout_s)
         except TimeoutError:
-            table = await in_thread(self._resource_table, CALL_TIMEOUT_S, "asking Ray for its resources")
+            table = await in_thread(self._resource_table, ASK_TIMEOUT_S, "asking Ray for its resources")
             raise LaunchError(
                 f"Ray has not placed rank {rank} within {self._place_timeout_s:g} s;"
                 f" asked: {num_gpus} GPU on this node; there: {table}"
@@ -234,7 +235,7 @@ class RayActorLauncher:
         if self._node_id:
             self._node_id = ""
             with contextlib.suppress(LaunchError):
-                await in_thread(ray.shutdown, CALL_TIMEOUT_S, "leaving Ray")
+                await in_thread(ray.shutdown, END_TIMEOUT_S, "leaving Ray")
         if self._cluster is not None:
             await self._cluster.stop()
 
@@ -247,9 +248,9 @@ async def _check_reachable(address: str) -> None:
     if not port.isdecimal():
         return  # "auto": Ray looks for a cluster of this machine
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), CALL_TIMEOUT_S)
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), ASK_TIMEOUT_S)
     except TimeoutError:
-        raise LaunchError(f"no answer from Ray at {address} within {CALL_TIMEOUT_S:g} s") from None
+        raise LaunchError(f"no answer from Ray at {address} within {ASK_TIMEOUT_S:g} s") from None
     except OSError as error:
         raise LaunchError(f"cannot reach Ray at {address}: {os.strerror(error.errno) if error.errno else error}") from error
     writer.close()
@@ -304,7 +305,7 @@ class LogPipe:
 async def _kill_actor(actor: Any) -> None:
     if actor is not None:
         with contextlib.suppress(LaunchError):  # dead already, or its cluster is
-            await in_thread(lambda: ray.kill(actor), CALL_TIMEOUT_S, "killing an actor")
+            await in_thread(lambda: ray.kill(actor), END_TIMEOUT_S, "killing an actor")
 
 
 async def in_thread(call: Callable[[], T], timeout_s: float, what: str) -> T:

@@ -20,8 +20,6 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
-
 from cores.launch.child_process import ChildProcess, end_with_parent, read_task
 from cores.launch.interface import LaunchError
 
@@ -129,6 +127,8 @@ def _answer(value: dict[str, Any]) -> None:
 
 def _end() -> NoReturn:
     """Kills everything below this process, until nothing is left. Nothing of Ray's own is worth a graceful end."""
+    import psutil  # installed where ray is; a launcher without either imports this module, too
+
     deadline_s = time.monotonic() + KILL_TIMEOUT_S
     while children := psutil.Process().children(recursive=True):
         for child in children:

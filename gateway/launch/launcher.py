@@ -32,6 +32,7 @@ from cores.messages import (
     FrontEndReady,
     GroupState,
     RankDied,
+    RankId,
     RankSuspected,
     Shutdown,
 )  # fmt: skip
@@ -174,6 +175,8 @@ class Launcher:
         match message:
             case EngineStarting() | EngineReady() | EngineCoreDead() | RankDied() | RankSuspected():
                 self._ranks.on_message(message)
+                if isinstance(message, EngineStarting):
+                    self._attach_front_ends(message.rank_id)
             case FrontEndHello() | FrontEndReady() | FrontEndFailed() if message.index < len(self._front_ends):
                 self._front_ends[message.index].on_message(message)
             case _:
@@ -184,11 +187,17 @@ class Launcher:
         if len(self._addresses) == len(self._front_ends):
             self._all_said_hello.set()
         if self._ranks.is_started:
-            attached = self._ranks.attach_front_end(address)
-            order = AttachFrontEnd(address.index, address.input_address, address.output_address)
-            for rank_id in attached:
-                self._control.send(engine_identity(rank_id), order)
+            self._ranks.replace_front_end(address)
+            for rank_id in self._ranks.living:
+                self._attach_front_ends(rank_id)
         self._tell_front_ends(self._ranks.snapshot())
+
+    def _attach_front_ends(self, rank_id: RankId) -> None:
+        def tell(address: FrontEndAddress) -> bool:
+            order = AttachFrontEnd(address.index, address.input_address, address.output_address)
+            return self._control.send(engine_identity(rank_id), order)
+
+        self._ranks.tell_of_front_ends(rank_id, tell)
 
     def _tell_front_ends(self, message: GroupState | Shutdown) -> None:
         for index in range(len(self._front_ends)):

@@ -26,7 +26,7 @@ from cores.launch.ray_cluster import EmbeddedRayCluster, use_own_token
 from cores.log import set_up_logging
 from gateway.config import GatewayConfig
 from gateway.launch.run_directory import RunDirectory
-from gateway.launch.serve import EXIT_FAILED, EXIT_USAGE, StopSignals, cancelled_at_exit, check_files, with_model_path
+from gateway.launch.serve import EXIT_FAILED, EXIT_USAGE, StopSignals, cancelled_at_exit, check_machine, with_model_path
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def supervise(config: GatewayConfig) -> int:
     """Runs all endpoints until a signal, or until none is left; returns the exit code."""
     set_up_logging(config.log_level)
     try:
-        check_files(config)
+        check_machine(config)
         endpoints = endpoint_configs(with_model_path(config))
     except ConfigError as error:
         print(f"gateway serve: {error}", file=sys.stderr)

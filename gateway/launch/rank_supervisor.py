@@ -57,6 +57,7 @@ class _Life:
     rank_id: RankId
     handle: RankHandle | None = None
     watcher: asyncio.Task[None] | None = None
+    front_ends: dict[int, FrontEndAddress] = field(default_factory=dict)  # that it knows, by index
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     death: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -106,12 +107,21 @@ class RankSupervisor:
     def is_started(self) -> bool:
         return self._plan is not None
 
-    def attach_front_end(self, address: FrontEndAddress) -> list[RankId]:
-        """A front end has a new life. Ranks that start from now on know it; returns those that must be told."""
+    def replace_front_end(self, address: FrontEndAddress) -> None:
+        """A front end has a new life. Ranks that start from now on know it; the others are to be told."""
         assert self._plan is not None
         others = tuple(other for other in self._plan.front_ends if other.index != address.index)
         self._plan = dataclasses.replace(self._plan, front_ends=(*others, address))
-        return self.living
+
+    def tell_of_front_ends(self, rank_id: RankId, tell: Callable[[FrontEndAddress], bool]) -> None:
+        """Tells a rank of the front ends that it does not know, each once. `tell` returns whether the rank heard it: one that
+        is just being started does not yet, and is told after its first message."""
+        life = self._lives.get(rank_id.rank)
+        if self._plan is None or life is None or life.rank_id != rank_id:
+            return
+        for address in self._plan.front_ends:
+            if life.front_ends.get(address.index) != address and tell(address):
+                life.front_ends[address.index] = address
 
     def snapshot(self) -> GroupState:
         return self._ledger.snapshot()
@@ -154,8 +164,10 @@ class RankSupervisor:
     async def _live(self, life: _Life) -> str:
         """One life, from the start of its process to the first proof of its death. Returns the cause."""
         assert self._plan is not None
+        launch = self._plan.launch(life.rank_id)
+        life.front_ends = {address.index: address for address in launch.front_ends}
         try:
-            life.handle = await self._launcher.start(self._plan.launch(life.rank_id))
+            life.handle = await self._launcher.start(launch)
         except LaunchError as error:
             return str(error)
         life.watcher = asyncio.create_task(self._watch_process(life.handle, life))

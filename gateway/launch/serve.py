@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import importlib.util
 import logging
 import signal
 import socket
@@ -33,7 +34,7 @@ def serve(config: GatewayConfig, *, is_child: bool = False) -> int:
     """Runs one endpoint until a signal or a failure; returns the exit code. A child ends with the end of its stdin, too."""
     set_up_logging(config.log_level)
     try:
-        check_files(config)
+        check_machine(config)
         config = with_model_path(config)
         listener = listening.listen(config.server)
     except ConfigError as error:
@@ -49,8 +50,11 @@ def serve(config: GatewayConfig, *, is_child: bool = False) -> int:
         listening.close(listener)
 
 
-def check_files(config: GatewayConfig) -> None:
-    """Raises `ConfigError` for a file that the front end would look for in vain, when the models are loading already."""
+def check_machine(config: GatewayConfig) -> None:
+    """Raises `ConfigError` for what would be looked for in vain later, when half of everything runs already."""
+    parallel = config.parallel
+    if parallel.data_parallel_backend == "ray" and importlib.util.find_spec("ray") is None:
+        raise ConfigError("--data-parallel-backend ray needs the package ray, which is not installed; or use mp")
     server = config.server
     files = {"chat-template": server.chat_template, "ssl-certfile": server.ssl_certfile, "ssl-keyfile": server.ssl_keyfile}
     for flag, path in files.items():

@@ -205,10 +205,32 @@ async def test_last_rank_without_restarts_fails_the_group_once() -> None:
 async def test_restarted_rank_is_told_of_the_present_front_end(group: Group) -> None:
     await group.bring_up()
     successor = FrontEndAddress(index=0, input_address="ipc://in2", output_address="ipc://out2")
-    assert group.supervisor.attach_front_end(successor) == [RankId(0, 1), RankId(1, 1)]
+    group.supervisor.replace_front_end(successor)
     group.launcher.lives[RankId(0, 1)].end("killed")
     await group.until(lambda: RankId(0, 2) in group.launcher.lives)
     assert group.launcher.launches[-1].front_ends == (successor,)
+
+
+async def test_living_rank_is_told_of_a_front_ends_next_life_once_and_again_if_it_did_not_hear(group: Group) -> None:
+    await group.bring_up()
+    told: list[FrontEndAddress] = []
+
+    def hear(address: FrontEndAddress) -> bool:
+        told.append(address)
+        return True
+
+    rank_id = RankId(0, 1)
+    group.supervisor.tell_of_front_ends(rank_id, hear)
+    assert told == [], "it was launched with the present one"
+
+    successor = FrontEndAddress(index=0, input_address="ipc://in2", output_address="ipc://out2")
+    group.supervisor.replace_front_end(successor)
+    group.supervisor.tell_of_front_ends(rank_id, lambda address: False)
+    for _ in range(2):
+        group.supervisor.tell_of_front_ends(rank_id, hear)
+    assert told == [successor]
+    group.supervisor.tell_of_front_ends(RankId(0, 7), hear)
+    assert told == [successor], "nobody is told of another life"
 
 
 async def test_stop_waits_for_ordered_ends_and_kills_the_rest(group: Group) -> None:

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from cores.launch.local_processes import LocalProcessLauncher
+from gateway.config import ConfigError, GatewayConfig, ParallelConfig, ServerConfig
+from gateway.launch.multi_port import endpoint_configs
+from gateway.launch.ranks import make_rank_launcher, num_ranks_on_node
+
+
+def make_config(size: int, **server: object) -> GatewayConfig:
+    parallel = ParallelConfig(data_parallel_size=size, data_parallel_multi_port_external_lb=True, data_parallel_backend="mp")
+    return GatewayConfig(server=ServerConfig(**server), parallel=parallel)  # type: ignore[arg-type]
+
+
+def test_each_rank_has_an_endpoint_on_the_next_port() -> None:
+    endpoints = endpoint_configs(make_config(3, port=9000))
+    assert [(e.server.port, e.parallel.ranks, e.parallel.is_external) for e in endpoints] == [
+        (9000, (0,), True),
+        (9001, (1,), True),
+        (9002, (2,), True),
+    ]
+    assert not any(e.parallel.data_parallel_multi_port_external_lb for e in endpoints)
+
+
+def test_port_0_stays_0_for_all() -> None:
+    assert [e.server.port for e in endpoint_configs(make_config(2, port=0))] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [({"uds": "/tmp/s"}, "--uds is one socket"), ({"port": 65534}, "--port must be at most 65533 for 3 endpoints, got 65534")],
+)
+def test_what_several_endpoints_cannot_share_is_refused(server: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        endpoint_configs(make_config(3, **server))
+
+
+@pytest.mark.parametrize(("address", "num_ranks"), [("127.0.0.1", 4), ("localhost", 4), ("::1", 4), ("10.0.0.7", 1)])
+def test_endpoints_share_this_machine_if_their_coordinator_has_a_loopback_address(address: str, num_ranks: int) -> None:
+    config = ParallelConfig(
+        data_parallel_size=4, data_parallel_external_lb=True, data_parallel_rank=2, data_parallel_address=address
+    )
+    assert num_ranks_on_node(config) == num_ranks
+
+
+def test_backend_chooses_the_rank_launcher(tmp_path: Path) -> None:
+    config = make_config(1)
+    mp = dataclasses.replace(config, parallel=ParallelConfig(data_parallel_backend="mp"))
+    assert isinstance(make_rank_launcher(mp, tmp_path), LocalProcessLauncher)
