@@ -344,10 +344,14 @@ class AsyncLLM(EngineClient):
 
     async def wait_until_idle(self, timeout_s: float) -> bool:
         deadline_s = self._clock() + timeout_s
-        # What stands still comes to no end by itself.
-        while self.output_processor.num_unfinished and not self.core_client.standstill and self._clock() < deadline_s:  # noqa: ASYNC110  once, at the end of a life
+        while self._can_become_idle and self._clock() < deadline_s:  # noqa: ASYNC110  once, at the end of a life
             await asyncio.sleep(IDLE_POLL_S)
         return self.output_processor.num_unfinished == 0
+
+    @property
+    def _can_become_idle(self) -> bool:
+        """What is in flight has an end, unless it stands still."""
+        return self.output_processor.num_unfinished > 0 and self.core_client.standstill not in ("paused", "sleeping")
 
     async def shutdown(self) -> None:
         if self._stopped:
