@@ -4,11 +4,13 @@ Rules
 -----
 * The engine's own word makes it ready. A proof of death ends it; the first proof's cause stays.
 * What the launcher wants of a serving rank (ready, draining, paused, sleeping) may come before the engine's word, and is kept.
+* What the engine says of itself (draining, paused, sleeping) counts before that: it knows what an operator did to it.
 * Doubt is ours, and only of a serving rank. Silent for `heartbeat_timeout_s`: suspect, until the next sign of life. Alive, with
   work and no step for `stall_timeout_s`: stalled, until the next step. A paused or sleeping rank is meant to stand still.
 
-So the state is the life, if it is not serving; else the doubt, if any; else what the launcher wants. A restarted rank is a new
-life, with the next epoch and a `RankHealth` of its own: the launcher calls it "restarting" where the first one is "starting".
+So the state is the life, if it is not serving; else the doubt, if any; else what the engine says, unless that is "ready"; else
+what the launcher wants. A restarted rank is a new life, with the next epoch and a `RankHealth` of its own: the launcher calls
+it "restarting" where the first one is "starting".
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections import deque
 from enum import StrEnum
 from typing import NamedTuple
 
-from cores.messages import RankId
+from cores.messages import EngineState, RankId
 
 HEARTBEAT_TIMEOUT_S = 3.0
 STALL_TIMEOUT_S = 60.0
@@ -117,6 +119,7 @@ class RankHealth:
         self._stall_timeout_s = stall_timeout_s
         self._life = _Life.STARTING
         self._wanted = RankState.READY
+        self._said = RankState.READY
         self._doubt: RankState | None = None
         self._step = -1
         self._seen_at = now
@@ -126,7 +129,9 @@ class RankHealth:
     def state(self) -> RankState:
         if self._life is not _Life.SERVING:
             return RankState(self._life)
-        return self._doubt or self._wanted
+        if self._doubt is not None:
+            return self._doubt
+        return self._wanted if self._said is RankState.READY else self._said
 
     @property
     def is_eligible(self) -> bool:
@@ -137,6 +142,15 @@ class RankHealth:
     def is_serving(self) -> bool:
         """May have requests: alive as far as is proven, in doubt or not."""
         return self._life is _Life.SERVING
+
+    @property
+    def refuses_requests(self) -> bool:
+        """The engine itself would send them back."""
+        return self._said is not RankState.READY
+
+    @property
+    def _stands_still(self) -> bool:
+        return self._said in _STANDS_STILL or self._wanted in _STANDS_STILL
 
     def last_seen_s(self, now: float) -> float:
         return now - self._seen_at
@@ -161,17 +175,26 @@ class RankHealth:
         if state not in _TOLD:
             raise ValueError(f"{self.rank_id}: unknown launcher state {state!r}; one of {', '.join(_TOLD)}")
         if _TOLD[state] is _Event.TOLD_SERVING:
-            if self._wanted in _STANDS_STILL:  # time at a standstill is no stall
+            if self._stands_still:  # time at a standstill is no stall
                 self._progress_at = now
             self._wanted = RankState(state)
         self._move(_TOLD[state], now)
+
+    def on_engine_state(self, state: EngineState, now: float) -> None:
+        """What the engine says of itself, repeated with every heartbeat."""
+        if RankState(state) is self._said:
+            return
+        if self._stands_still:
+            self._progress_at = now
+        self._said = RankState(state)
+        self._remember(f"engine: {state}", now)
 
     def on_sign_of_life(self, now: float, step: int, has_work: bool) -> None:
         """Any frame of the rank. A frame that comes before its first word or after its end says nothing."""
         if not self.is_serving:
             return
         self._seen_at = now
-        if step > self._step or not has_work or self._wanted in _STANDS_STILL:
+        if step > self._step or not has_work or self._stands_still:
             self._progress_at = now
         self._step = max(self._step, step)
         if self._doubt is not None:
@@ -188,7 +211,7 @@ class RankHealth:
         return None
 
     def _is_stalled(self, now: float) -> bool:
-        return self._wanted not in _STANDS_STILL and self.last_progress_s(now) >= self._stall_timeout_s
+        return not self._stands_still and self.last_progress_s(now) >= self._stall_timeout_s
 
     def _set_doubt(self, doubt: RankState | None, event: str, now: float) -> RankState | None:
         if doubt is self._doubt:
@@ -213,6 +236,6 @@ class RankHealth:
     def check_invariants(self) -> None:
         assert self._doubt in (None, RankState.SUSPECT, RankState.STALLED)
         assert self._doubt is None or self.is_serving
-        assert self._wanted in (RankState.READY, RankState.DRAINING, *_STANDS_STILL)
+        assert {self._wanted, self._said} <= {RankState.READY, RankState.DRAINING, *_STANDS_STILL}
         assert self.history[-1].state is self.state
         assert len(self.history) <= _HISTORY_LEN

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import types
 import typing
 from dataclasses import dataclass, field
@@ -85,12 +86,15 @@ class EngineConfig:
     lora_modules: tuple[str, ...] = opt(
         (), "adapters to load at the start, served as models of these names", metavar="NAME=PATH"
     )
+    profile_dir: str | None = opt(None, "directory for the traces of start_profile; default: no profiling")
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.lora_modules and not self.enable_lora:
             raise ConfigError("--lora-modules needs --enable-lora")
         parse_lora_modules(self.lora_modules)
+        if self.profile_dir is not None:  # engines may run with another working directory than the user's
+            object.__setattr__(self, "profile_dir", os.path.abspath(self.profile_dir))
         if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError("--num-kv-blocks and --kv-cache-memory-bytes exclude each other")
 

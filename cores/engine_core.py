@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from cores.config import ConfigError, EngineConfig, parse_lora_modules
 from cores.kv_cache_manager import KVCacheManager
@@ -13,6 +13,7 @@ from cores.lora import LoraAdapters, LoraError, LoraNotFoundError
 from cores.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
+    EngineState,
     Finished,
     FinishReason,
     FirstToken,
@@ -22,24 +23,16 @@ from cores.messages import (
     UtilityCall,
     UtilityResult,
 )
+from cores.operations import Operations
 from cores.request import Request
 from cores.runner.interface import ModelInfo, ModelRunner
 from cores.sampling_params import InvalidParameterError
 from cores.scheduler import RequestUpdate, Scheduler, SchedulerConfig
+from cores.utilities import Utilities, utility
 
 logger = logging.getLogger(__name__)
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 EWMA_WEIGHT = 0.1  # of the newest step: half of what is remembered is younger than 7 steps
-
-_UTILITIES: dict[str, Callable[..., Any]] = {}
-
-
-def utility(method: F) -> F:
-    """Marks an `EngineCore` method as callable by name from a front end (`UtilityCall`)."""
-    _UTILITIES[method.__name__] = method
-    return method
 
 
 class StepTimes:
@@ -91,6 +84,10 @@ class EngineCore:
         self._loras = LoraAdapters(runner, max_loras)
         self._times = StepTimes()
         self._ended: list[tuple[int, int, Finished]] = []  # (client, handle, how) of requests that ended outside a step
+        self.operations = Operations(
+            rank_id, self._scheduler, runner, self.abort_all, lambda: self.has_requests or bool(self._ended), config.profile_dir
+        )
+        self._utilities = Utilities(rank_id, self, self.operations)
 
     @property
     def max_model_len(self) -> int:
@@ -100,11 +97,20 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """There is something that `step` would do."""
-        return self._scheduler.has_work or bool(self._ended)
+        return self._can_compute or bool(self._ended)
 
     @property
     def has_requests(self) -> bool:
+        """Also while they stand still."""
         return self._scheduler.has_work
+
+    @property
+    def _can_compute(self) -> bool:
+        return self._scheduler.has_work and not self.operations.standstill.is_frozen
+
+    @property
+    def state(self) -> EngineState:
+        return self.operations.standstill.state
 
     def load(self) -> RankLoad:
         return self._scheduler.load(self._times.step_ms, self._times.prefill_tokens_per_s)
@@ -122,6 +128,9 @@ class EngineCore:
         """Queues a request. One that cannot be served ends with the next step's outputs, with an error that says why."""
         if (client, request.handle) in self._scheduler:
             logger.warning("front end %d uses handle %d twice; the second request is ignored", client, request.handle)
+            return
+        if self.operations.standstill.is_closed:  # its front end cannot have known yet
+            self._ended.append((client, request.handle, Finished(FinishReason.REJECTED, error=f"the engine is {self.state}")))
             return
         error, lora_id = self._error_in(request), None
         if error is None and request.lora_name is not None:
@@ -171,23 +180,15 @@ class EngineCore:
         self.abort_requests(client, [key[1] for key in self._scheduler.request_keys() if key[0] == client])
         self._ended = [ended for ended in self._ended if ended[0] != client]
         self.command_seqs.pop(client, None)
+        self._utilities.forget_client(client)
 
-    def call_utility(self, call: UtilityCall) -> UtilityResult:
-        """Runs a rare operation by name. Whatever goes wrong in it goes back to the caller and is not this engine's death."""
-        method = _UTILITIES.get(call.method)
-        if method is None:
-            known = ", ".join(sorted(_UTILITIES))
-            return UtilityResult(self.rank_id, call.call_id, error=f"unknown utility {call.method!r}; there are {known}")
-        try:
-            return UtilityResult(self.rank_id, call.call_id, method(self, *call.args))
-        except Exception as error:
-            logger.exception("utility %s failed", call.method)
-            return UtilityResult(self.rank_id, call.call_id, error=f"{type(error).__name__}: {error}")
+    def call_utility(self, call: UtilityCall, client: int = 0) -> UtilityResult | None:
+        """Runs a rare operation by name. None: it takes steps, and its result is among a later `take_late_results`."""
+        return self._utilities.call(client, call)
 
-    @utility
-    def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes, also those that running requests are computing."""
-        self._scheduler.reset_prefix_cache()
+    def take_late_results(self) -> list[tuple[int, UtilityResult]]:
+        """Results by front end that have become due. To be asked after every step."""
+        return self._utilities.take_late_results()
 
     # --- LoRA adapters ------------------------------------------------------------------------------------------------
 
@@ -252,7 +253,7 @@ class EngineCore:
     def step(self) -> dict[int, EngineCoreOutputs]:
         """Computes one batch. Outputs by front end, for those that have any; empty without work."""
         updates: list[RequestUpdate] = []
-        if self._scheduler.has_work:
+        if self._can_compute:
             start = self._clock()
             batch = self._scheduler.schedule(start)
             updates = self._scheduler.update(batch, self._runner.execute(batch))
@@ -290,7 +291,7 @@ class EngineCore:
     def _empty_outputs(self, client: int, load: RankLoad) -> EngineCoreOutputs:
         return EngineCoreOutputs(
             rank_id=self.rank_id, step=self.step_count, command_seq=self.command_seqs.get(client, 0), load=load,
-            handles=array("I"), token_ids=array("I"),
+            handles=array("I"), token_ids=array("I"), weight_version=self.operations.weight_version,
         )  # fmt: skip
 
     def shutdown(self) -> None:
@@ -299,6 +300,7 @@ class EngineCore:
     def check_invariants(self) -> None:
         self._scheduler.check_invariants()
         self._loras.check_invariants()
+        self.operations.standstill.check_invariants()
 
 
 def _add_extras(outputs: EngineCoreOutputs, row: int, update: RequestUpdate) -> None:

@@ -17,6 +17,7 @@ from cores.messages import (
     AddRequest,
     Command,
     EngineCoreOutputs,
+    EngineState,
     RankLoad,
     SchedulerStats,
     Shutdown,
@@ -62,10 +63,12 @@ class EngineStatus:
     """What heartbeats and load reports tell, as of the loop's last turn."""
 
     step: int
-    has_requests: bool
+    has_work: bool  # `Heartbeat` says of what kind
     load: RankLoad
     stats: SchedulerStats
     command_seqs: dict[int, int]  # by front end
+    state: EngineState = EngineState.READY
+    weight_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +116,26 @@ class EngineLoop:
             self._turn()
         self._refuse_the_rest()
 
-    def status(self) -> EngineStatus:
+    def status(self, *, is_operating: bool = False) -> EngineStatus:
         core = self._core
-        return EngineStatus(core.step_count, core.has_requests, core.load(), core.stats(), dict(core.command_seqs))
+        has_work = core.has_work and not is_operating
+        return EngineStatus(
+            core.step_count, has_work, core.load(), core.stats(), dict(core.command_seqs), core.state,
+            core.operations.weight_version,
+        )  # fmt: skip
 
     def _turn(self) -> None:
         outputs = self._core.step()
+        late_results = self._core.take_late_results()  # what they do, the status must know
         self._outbox.put(LoopTurn(self.status(), outputs))
+        for client, result in late_results:
+            self._outbox.put(UtilityReply(client, result))
 
     def _is_over(self) -> bool:
         if self._drain_deadline_s is None:
             return False
-        if self._core.has_work and self._clock() >= self._drain_deadline_s:
+        stands_still = self._core.has_requests and not self._core.has_work
+        if stands_still or (self._core.has_work and self._clock() >= self._drain_deadline_s):
             self._core.abort_all()
             self._turn()
         return not self._core.has_work
@@ -169,5 +180,14 @@ class EngineLoop:
             case AbortRequests(_, handles):
                 self._core.abort_requests(client, handles)
             case UtilityCall():
-                self._outbox.put(UtilityReply(client, self._core.call_utility(command)))
+                self._operate(client, command)
         self._core.note_command(client, command.seq)
+
+    def _operate(self, client: int, call: UtilityCall) -> None:
+        # While it runs, heartbeats go on and say that no step is to be expected: new weights may take minutes.
+        self._outbox.put(LoopTurn(self.status(is_operating=True), {}))
+        result = self._core.call_utility(call, client)
+        # The state before the answer: whoever has read that the engine is paused must not hear that it is ready.
+        self._outbox.put(LoopTurn(self.status(), {}))
+        if result is not None:
+            self._outbox.put(UtilityReply(client, result))

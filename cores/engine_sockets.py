@@ -294,7 +294,10 @@ class OutputThread(threading.Thread):
         return self._status.command_seqs.get(pipe.client, 0), self._status.load
 
     def _send_turn(self, turn: LoopTurn) -> None:
-        self._status = turn.status
+        old, self._status = self._status, turn.status
+        if (old.state, old.weight_version) != (turn.status.state, turn.status.weight_version):
+            for pipe in self._pipes.values():  # every front end must know before it reads on
+                self._put(pipe, encode(self._make_report("heartbeat", pipe.client)))
         for client, outputs in turn.outputs.items():
             pipe = self._pipes[client]
             self._put(pipe, encode(outputs))
@@ -323,7 +326,9 @@ class OutputThread(threading.Thread):
         status = self._status
         seq = status.command_seqs.get(client, 0)
         if kind == "heartbeat":
-            return Heartbeat(self._rank_id, status.step, status.has_requests, seq, status.load, status.stats)
+            return Heartbeat(
+                self._rank_id, status.step, status.has_work, seq, status.load, status.stats, status.state, status.weight_version
+            )
         return LoadReport(self._rank_id, status.step, seq, status.load)
 
     def _put(self, pipe: FrontEndPipe, frame: bytes) -> None:

@@ -41,7 +41,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
     check_supported(model_config, max_model_len)
     device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, model_config)
-    _check_weights_fit(path, model_config, dtype, device)
+    check_weights_fit(path, model_config, dtype, device)
     model = _load_weights(path, model_config, dtype, device)
     return LoadedModel(
         model=model,
@@ -193,7 +193,7 @@ def cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     return None if limit == "max" else int(limit) - int(used) + int(stat.get("inactive_file", 0))
 
 
-def _check_weights_fit(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+def check_weights_fit(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Before the load: a machine that runs out of memory later says less."""
     stored = config.dtype or dtype
     on_disk = sum(file.stat().st_size for file in path.glob("*.safetensors"))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple
 
 from cores.sampling_params import SamplingParams
@@ -34,10 +34,20 @@ class FinishReason(IntEnum):
     LENGTH = 1
     ABORT = 2
     ERROR = 3
+    REJECTED = 4  # the engine takes no requests at the moment; `Finished.error` says why
 
     @property
     def text(self) -> str:
         return self.name.lower()
+
+
+class EngineState(StrEnum):
+    """What an engine says of itself while it lives."""
+
+    READY = "ready"
+    DRAINING = "draining"  # takes no requests; those that it has come to their ends
+    PAUSED = "paused"  # makes no steps
+    SLEEPING = "sleeping"  # makes no steps, and some of its memory is given back
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +158,7 @@ class FirstToken(NamedTuple):
 class Finished(NamedTuple):
     reason: FinishReason
     stop_token_id: int | None = None  # set when `reason` is STOP
-    error: str | None = None  # set when `reason` is ERROR: what went wrong with this request alone
+    error: str | None = None  # set when `reason` is ERROR or REJECTED: what went wrong with this request alone
 
 
 class TokenLogprobs(NamedTuple):
@@ -183,14 +193,18 @@ class EngineCoreOutputs:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Every `HEARTBEAT_INTERVAL_S` from a thread that needs no step. Progress is `step` while `has_work`."""
+    """Every `HEARTBEAT_INTERVAL_S` from a thread that needs no step, and at once when the state changes."""
 
     rank_id: RankId
     step: int
-    has_work: bool
+    has_work: (
+        bool  # it should be making steps: not while it stands still, nor while an operation (new weights, say) takes its time
+    )
     command_seq: int
     load: RankLoad
     stats: SchedulerStats
+    state: EngineState = EngineState.READY
+    weight_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +231,7 @@ class UtilityResult:
     call_id: int
     value: Any = None
     error: str | None = None
+    is_refusal: bool = False  # the caller asked for what cannot be: nothing broke
 
 
 # --- engine core → launcher -------------------------------------------------------------------------------------------

@@ -174,6 +174,11 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         self.kv_cache.reset_prefix_cache()
 
+    def preempt_all(self) -> None:
+        """What running requests have computed is void; they go back to their places in the queue and lose no token."""
+        for request in list(self._running):
+            self._preempt(request)
+
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> SchedulerOutput:

@@ -35,6 +35,7 @@ from gateway.errors import EngineDeadError, GatewayError, InvalidRequestError, O
 from gateway.input_processor import InputProcessor
 from gateway.loop_lag import LoopLag
 from gateway.models import resolve_model
+from gateway.operations import UTILITY_TIMEOUT_S
 from gateway.output_collector import RequestOutputCollector
 from gateway.output_processor import OutputProcessor
 from gateway.outputs import RequestOutput
@@ -264,6 +265,8 @@ class AsyncLLM(EngineClient):
             return EngineDeadError("the engine client was shut down")
         if self._draining:
             return OverloadedError("the server is shutting down")
+        if (standstill := self.core_client.standstill) is not None:
+            return OverloadedError(f"the engine takes no requests: it is {standstill}")
         return self.admission.refusal(self._usage, Usage(num_sequences, num_tokens), self._clock())
 
     def refresh_admission(self) -> None:
@@ -329,19 +332,26 @@ class AsyncLLM(EngineClient):
         if self.errored:
             raise self.dead_error
 
-    async def call_utility(self, method: str, *args: Any) -> list[Any]:
+    async def call_utility_by_rank(
+        self, method: str, *args: Any, timeout_s: float | None = UTILITY_TIMEOUT_S
+    ) -> dict[int, Any]:
         if self.errored:
             raise self.dead_error
-        return await self.core_client.call_utility(method, *args)
+        return await self.core_client.call_utility(method, *args, timeout_s=timeout_s)
 
     def start_draining(self) -> None:
         self._draining = True
 
     async def wait_until_idle(self, timeout_s: float) -> bool:
         deadline_s = self._clock() + timeout_s
-        while self.output_processor.num_unfinished and self._clock() < deadline_s:  # noqa: ASYNC110  once, at the end of a life
+        while self._can_become_idle and self._clock() < deadline_s:  # noqa: ASYNC110  once, at the end of a life
             await asyncio.sleep(IDLE_POLL_S)
         return self.output_processor.num_unfinished == 0
+
+    @property
+    def _can_become_idle(self) -> bool:
+        """What is in flight has an end, unless it stands still."""
+        return self.output_processor.num_unfinished > 0 and self.core_client.standstill not in ("paused", "sleeping")
 
     async def shutdown(self) -> None:
         if self._stopped:
@@ -398,7 +408,7 @@ class AsyncLLM(EngineClient):
             return "draining"
         if all(state == "ready" for state in rank_states):
             return "ready"
-        return "degraded"
+        return self.core_client.standstill or "degraded"
 
 
 def _with_model_path(config: GatewayConfig) -> tuple[GatewayConfig, str]:

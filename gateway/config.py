@@ -28,6 +28,9 @@ class ServerConfig:
     ssl_certfile: str | None = opt(None, "TLS certificate, PEM")
     ssl_keyfile: str | None = opt(None, "TLS key, PEM")
     chat_template: str | None = opt(None, "file with a Jinja chat template; default: the model's own")
+    dev_mode: bool = opt(
+        False, "add the development routes, with which a caller can stop the engines; also GATEWAY_SERVER_DEV_MODE"
+    )
     shutdown_timeout: float = opt(30.0, "time to drain after SIGTERM; a second signal ends at once", unit="s", min=0)
     metrics_prefix: str = opt("gateway:", "of metric names; `vllm:` makes vLLM's dashboards work unchanged")
 

@@ -44,7 +44,8 @@ class EmbeddedLauncher:
 
 
 async def start_embedded_launcher(config: GatewayConfig, run_directory: str) -> EmbeddedLauncher:
-    """Returns when the launcher listens. It starts its ranks once the front end's hello has come.
+    """Returns when the launcher listens. It starts its ranks once the front end's hello has come, and removes the directory
+    when it ends.
 
     Raises `EngineDeadError` with the launcher's own words when it cannot even do that.
     """

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cores.sampling_params import SamplingParams
 from gateway.errors import EngineDeadError
+from gateway.operations import Operations
 from gateway.outputs import RequestOutput
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class ModelConfig:
     created: int  # Unix time, for /v1/models
 
 
-class EngineClient(ABC):
+class EngineClient(Operations):
     """The engine behind one endpoint, whatever its ranks are doing. Methods may be called from one event loop only."""
 
     config: GatewayConfig
@@ -118,15 +119,7 @@ class EngineClient(ABC):
         """Pooling. Raises `NotImplementedError` by name when the model or backend cannot."""
         raise NotImplementedError(f"encode: {self.model_config.name} does not pool")
 
-    # --- operations ---
-
-    @abstractmethod
-    async def call_utility(self, method: str, *args: Any) -> list[Any]:
-        """Calls an engine core's utility on every rank and returns the results by rank. Succeeds only if every rank does:
-        raises `EngineGenerateError` naming the rank that failed, `EngineDeadError` if one dies meanwhile."""
-
-    async def reset_prefix_cache(self) -> None:
-        await self.call_utility("reset_prefix_cache")
+    # --- operations: the rare ones are in `Operations` ---
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)

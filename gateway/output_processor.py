@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from cores.messages import EngineCoreOutputs, FinishReason, TokenLogprobs
 from cores.sampling_params import SamplingParams
-from gateway.errors import EngineGenerateError
+from gateway.errors import EngineGenerateError, GatewayError, OverloadedError
 from gateway.output_collector import OutputSink
 from gateway.outputs import CompletionOutput, RequestOutput
 from gateway.parallel_sampling import ParentRequest
@@ -264,6 +264,7 @@ class OutputProcessor:
         """A row of any kind."""
         outputs, stream = batch.outputs, state.stream
         finished, logprobs = outputs.finished.get(row), outputs.logprobs.get(row, ())
+        stream.stats.weight_version = outputs.weight_version
         if finished is not None:
             batch.finished_handles.append(state.handle)
         error = self._row_error(batch, state, row, token_ids, logprobs)
@@ -286,10 +287,12 @@ class OutputProcessor:
     @staticmethod
     def _row_error(
         batch: _Slice, state: RequestState, row: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-    ) -> EngineGenerateError | None:
+    ) -> GatewayError | None:
         finished, rank_id = batch.outputs.finished.get(row), batch.outputs.rank_id
         if finished is not None and finished.reason is FinishReason.ERROR:
             return EngineGenerateError(finished.error or f"{rank_id} failed the request and gave no reason")
+        if finished is not None and finished.reason is FinishReason.REJECTED:
+            return OverloadedError(f"{rank_id}: {finished.error or 'it takes no requests now'}")
         if state.lacks_logprobs(token_ids, logprobs):
             return EngineGenerateError(f"{rank_id} sent {len(token_ids)} tokens with log-probabilities of {len(logprobs)}")
         return None

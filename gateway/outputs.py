@@ -51,6 +51,7 @@ class RequestStats:
     num_cached_tokens: int = 0
     num_generation_tokens: int = 0  # all sequences
     num_moves: int = 0  # how often a sequence went on at another rank
+    weight_version: int = 0  # of the weights that chose its first token, in the end its last
 
 
 @dataclass(slots=True)

@@ -42,6 +42,7 @@ class RankStatus:
     requests_moved_in: int = 0
     last_death_s_ago: float | None = None
     death_cause: str | None = None
+    weight_version: int = 0  # as given by the last update of its weights
     # Counters over all lives of the rank: they never go back, or Prometheus would see a reset at every restart.
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -97,5 +98,6 @@ class StatusSnapshot:
         return dataclasses.asdict(self)
 
     @property
-    def num_serving_ranks(self) -> int:
-        return sum(rank.state in ("ready", "suspect") for rank in self.ranks)
+    def num_healthy_ranks(self) -> int:
+        """They serve, or would if an operator had not told them to stand still."""
+        return sum(rank.state in ("ready", "suspect", "draining", "paused", "sleeping") for rank in self.ranks)

@@ -196,6 +196,8 @@ class FakeEngineClient(EngineClient):
         self.aborted: list[str] = []
         self.overload: OverloadedError | None = None  # what `check_admission` and `generate` raise
         self.death: EngineDeadError | None = None
+        self.utility_calls: list[tuple[Any, ...]] = []  # (method, arguments …)
+        self.utility_results: dict[str, Any] = {}  # of every rank, by method; an error is raised
         self.state = "ready"
         self.ranks: tuple[RankStatus, ...] = (RankStatus(rank=0, epoch=1, state="ready", node="here", pid=1, device="cpu"),)
         self._request_came = asyncio.Condition()
@@ -275,8 +277,12 @@ class FakeEngineClient(EngineClient):
         if self.death is not None:
             raise self.death
 
-    async def call_utility(self, method: str, *args: Any) -> list[Any]:
-        return [None for _ in self.ranks]
+    async def call_utility_by_rank(self, method: str, *args: Any, timeout_s: float | None = None) -> dict[int, Any]:
+        self.utility_calls.append((method, *args))
+        result = self.utility_results.get(method)
+        if isinstance(result, GatewayError):
+            raise result
+        return {rank.rank: result for rank in self.ranks}
 
     def start_draining(self) -> None:
         self.state = "draining"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from cores.messages import TokenLogprobs
@@ -79,6 +81,33 @@ class ModelRunner(Protocol):
 
     def pin_loras(self, lora_ids: frozenset[str]) -> None:
         """These, and only these, keep their slot once they have one. A batch never needs more than the slots beside them."""
+        ...
+
+    def sleep(self, level: int) -> None:
+        """Gives up the KV cache's memory, and the weights': level 1 keeps them on the host, level 2 not at all. What sleeps
+        already goes on sleeping."""
+        ...
+
+    def wake_up(self, tags: Collection[str]) -> None:
+        """Brings back "weights" and "kv_cache", the latter without its content. What is awake already stays as it is."""
+        ...
+
+    def prepare_weights(self, directory: str) -> None:
+        """Reads other weights for the same model into the host's memory. Raises `ConfigError` that names what does not fit."""
+        ...
+
+    def commit_weights(self) -> None:
+        """Puts the prepared weights in place of the present ones, which cannot fail."""
+        ...
+
+    def discard_weights(self) -> None:
+        """Forgets the prepared weights, if any."""
+        ...
+
+    def start_profile(self) -> None: ...
+
+    def stop_profile(self, stem: Path) -> Path:
+        """Writes what was seen to a file of that name, with the suffix of its kind, and returns its path."""
         ...
 
     def shutdown(self) -> None: ...

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity
 
 from cores.config import ConfigError, EngineConfig
 from cores.loader import LoadedModel, device_name, free_memory_bytes, load_model
@@ -24,6 +27,7 @@ from cores.runner.interface import ModelInfo, ModelRunnerOutput, ScheduledReques
 from cores.runner.lora import LoraModel
 from cores.runner.paged_kv_cache import PagedKVCache, choose_num_kv_blocks
 from cores.runner.sampler import Sampler
+from cores.runner.weights import Weights
 from cores.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -34,7 +38,9 @@ class _Parts:
     """What `load` makes."""
 
     loaded: LoadedModel
-    cache: PagedKVCache
+    weights: Weights
+    num_kv_blocks: int
+    cache: PagedKVCache | None  # None: it sleeps
     sampler: Sampler
     loras: LoraModel | None
 
@@ -46,6 +52,7 @@ class TorchModelRunner:
         self._config = config
         self._num_threads = num_threads
         self._parts: _Parts | None = None
+        self._profiler: torch.profiler.profile | None = None
 
     def load(self) -> ModelInfo:
         if self._num_threads is not None:
@@ -64,7 +71,8 @@ class TorchModelRunner:
         )
         with torch.inference_mode():
             cache = PagedKVCache(loaded.cache_shape, num_kv_blocks, loaded.device)
-            self._parts = _Parts(loaded, cache, Sampler(loaded.vocab_size, loaded.device), loras)
+            sampler = Sampler(loaded.vocab_size, loaded.device)
+        self._parts = _Parts(loaded, Weights(loaded, self._config.model), num_kv_blocks, cache, sampler, loras)
         with contextlib.nullcontext() if loras is None else loras.watched():
             self._try_one_step(cache)
         logger.info(
@@ -86,8 +94,9 @@ class TorchModelRunner:
 
     @torch.inference_mode()
     def execute(self, batch: SchedulerOutput) -> ModelRunnerOutput:
-        assert self._parts is not None, "execute before load"
-        loaded, cache, sampler, loras = self._parts.loaded, self._parts.cache, self._parts.sampler, self._parts.loras
+        parts = self._loaded_parts
+        loaded, cache, sampler, loras = parts.loaded, parts.cache, parts.sampler, parts.loras
+        assert cache is not None, "a step while the KV cache sleeps"
         inputs = build_input_batch(batch, cache, loaded.cache_shape.block_size, loaded.dtype, loaded.device)
         with contextlib.nullcontext() if loras is None else loras.applied(batch):
             output = loaded.model(
@@ -111,9 +120,9 @@ class TorchModelRunner:
 
     @property
     def _loras(self) -> LoraModel:
-        assert self._parts is not None, "an adapter before load"
-        assert self._parts.loras is not None, "an adapter without --enable-lora"
-        return self._parts.loras
+        loras = self._loaded_parts.loras
+        assert loras is not None, "an adapter without --enable-lora"
+        return loras
 
     def _make_loras(self, loaded: LoadedModel) -> LoraModel | None:
         if not self._config.enable_lora:
@@ -128,6 +137,55 @@ class TorchModelRunner:
 
     def shutdown(self) -> None:
         self._parts = None
+
+    @property
+    def _loaded_parts(self) -> _Parts:
+        assert self._parts is not None, "not loaded"
+        return self._parts
+
+    # --- operations ---------------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int) -> None:
+        parts = self._loaded_parts
+        self._parts = replace(parts, cache=None)
+        if level == 1:
+            parts.weights.offload()
+        else:
+            parts.weights.drop()
+        del parts
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # to the device, for whoever the memory was given back
+
+    def wake_up(self, tags: Collection[str]) -> None:
+        parts = self._loaded_parts
+        if "weights" in tags:
+            parts.weights.restore()
+        if "kv_cache" in tags and parts.cache is None:
+            with torch.inference_mode():
+                cache = PagedKVCache(parts.loaded.cache_shape, parts.num_kv_blocks, parts.loaded.device)
+            self._parts = replace(parts, cache=cache)
+
+    def prepare_weights(self, directory: str) -> None:
+        self._loaded_parts.weights.prepare(directory)
+
+    def commit_weights(self) -> None:
+        self._loaded_parts.weights.commit()
+
+    def discard_weights(self) -> None:
+        self._loaded_parts.weights.discard()
+
+    def start_profile(self) -> None:
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+        self._profiler = torch.profiler.profile(activities=activities)
+        self._profiler.start()
+
+    def stop_profile(self, stem: Path) -> Path:
+        assert self._profiler is not None, "no profile was started"
+        self._profiler.stop()
+        path = stem.with_suffix(".pt.trace.json.gz")  # the name by which TensorBoard and Perfetto know it
+        self._profiler.export_chrome_trace(str(path))
+        self._profiler = None
+        return path
 
     def _try_one_step(self, cache: PagedKVCache) -> None:
         """Refuses a model whose layers do not all compute the attention that we provide, and warms the rest up."""

@@ -12,12 +12,13 @@ Rules
 
 from __future__ import annotations
 
+import cProfile
 import hashlib
 import os
 import signal
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from cores.config import ConfigError, EngineConfig, SimulatedConfig
@@ -46,6 +47,8 @@ class SimulatedModelRunner:
         self._faults = FaultScript.parse(config.simulated.fault, rank_id)
         self._step = 0
         self._choices: list[int] = []  # token ids to choose from
+        self._awake = {"weights", "kv_cache"}
+        self._profile: cProfile.Profile | None = None
 
     def load(self) -> ModelInfo:
         self._suffer(self._faults.steps.get(0))
@@ -57,6 +60,7 @@ class SimulatedModelRunner:
         )
 
     def execute(self, batch: SchedulerOutput) -> ModelRunnerOutput:
+        assert len(self._awake) == 2, f"a step with only {self._awake} awake"
         self._step += 1
         self._suffer(self._faults.steps.get(self._step))
         sampling = [scheduled.request for scheduled in batch.scheduled if scheduled.samples]
@@ -85,6 +89,41 @@ class SimulatedModelRunner:
 
     def shutdown(self) -> None:
         """Holds nothing."""
+
+    # --- operations: there is no memory to give back, but a step while asleep is noticed -------------------------------
+
+    def sleep(self, level: int) -> None:
+        self._awake.clear()
+
+    def wake_up(self, tags: Collection[str]) -> None:
+        self._awake |= set(tags)
+
+    def prepare_weights(self, directory: str) -> None:
+        """A directory is as good as another, if it is one of a model with this vocabulary."""
+        vocab_size = read_model_dir(directory).vocab_size
+        if vocab_size != (own := read_model_dir(self._config.model).vocab_size):
+            raise ConfigError(f"weights in {directory!r} do not fit: a vocabulary of {vocab_size}, not {own}")
+
+    def commit_weights(self) -> None:
+        """No token depends on them."""
+
+    def discard_weights(self) -> None:
+        """None are kept."""
+
+    def start_profile(self) -> None:
+        """Of Python: what an engine core costs beside its model."""
+        self._profile = cProfile.Profile()
+        self._profile.enable()
+
+    def stop_profile(self, stem: Path) -> Path:
+        assert self._profile is not None, "no profile was started"
+        self._profile.disable()
+        path = stem.with_suffix(".prof")
+        self._profile.dump_stats(path)
+        self._profile = None
+        return path
+
+    # --- tokens and faults --------------------------------------------------------------------------------------------
 
     def _next_token(self, request: Request) -> int:
         """The hash of everything before runs along with the request: each token is hashed once, and read at each step."""

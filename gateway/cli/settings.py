@@ -22,6 +22,7 @@ ENVIRONMENT = {
     "GATEWAY_OUTPUT_PROC_CHUNK_SIZE": "output-chunk-size",
     "GATEWAY_KEEP_ALIVE_ON_ENGINE_DEATH": "keep-alive-on-engine-death",
     "GATEWAY_ENGINE_READY_TIMEOUT_S": "engine-ready-timeout",
+    "GATEWAY_SERVER_DEV_MODE": "dev-mode",
     "RAY_ADDRESS": "ray-address",
 }
 

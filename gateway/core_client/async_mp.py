@@ -35,7 +35,7 @@ from gateway.core_client.rank import Rank, RankLife
 from gateway.core_client.sockets import LoopSocket, ipc_address
 from gateway.core_client.utility_calls import UtilityCalls
 from gateway.embedded import EmbeddedLauncher, start_embedded_launcher
-from gateway.errors import EngineDeadError, InvalidRequestError, OverloadedError
+from gateway.errors import EngineDeadError, EngineGenerateError, InvalidRequestError, OverloadedError
 from gateway.event_log import EventLog
 from gateway.status import RankStatus
 
@@ -143,15 +143,15 @@ class AsyncMPClient(EngineCoreClient):
                 f"data_parallel_rank must be {rank.life.rank_id.rank}, the only rank here, got {routing.pinned_rank}",
                 "data_parallel_rank",
             )
-        if not rank.life.health.is_serving:
+        if not rank.life.health.is_serving or rank.life.health.refuses_requests:
             raise self._unavailable()
         return rank.life.rank_id
 
-    def _unavailable(self) -> OverloadedError | EngineDeadError:
+    def _unavailable(self, what: str = "no rank can take a request now") -> OverloadedError | EngineDeadError:
         if self._failure is not None:
             return EngineDeadError(f"the engine is dead: {self._failure}", cause=self._failure)
         states = ", ".join(f"rank {rank} is {r.life.health.state.value}" for rank, r in self._ranks.items())
-        return OverloadedError(f"no rank can take a request now: {states}")
+        return OverloadedError(f"{what}: {states}")
 
     def abort_requests(self, handles: Collection[int]) -> None:
         by_rank: dict[m.RankId, list[int]] = {}
@@ -188,18 +188,23 @@ class AsyncMPClient(EngineCoreClient):
 
     # --- utilities ----------------------------------------------------------------------------------------------------
 
-    async def call_utility(self, method: str, *args: Any) -> list[Any]:
+    async def call_utility(self, method: str, *args: Any, timeout_s: float | None = None) -> dict[int, Any]:
         lives = [rank.life for rank in self._ranks.values() if rank.life.health.state != RankState.DEAD]
-        if not lives:
-            raise self._unavailable()
+        # Before anything is sent: one that is still starting would be left out of what the others do.
+        if not lives or not all(life.health.is_serving for life in lives):
+            raise self._unavailable(f"{method} needs all ranks")
         call_id, futures = self._utilities.begin(method, [life.rank_id for life in lives])
         try:
             for life in lives:
                 self._send(life, lambda seq: m.UtilityCall(seq, call_id, method, args))
-            return await asyncio.gather(*futures)
+            results = await asyncio.wait_for(asyncio.gather(*futures), timeout_s)
+        except TimeoutError:
+            late = ", ".join(str(life.rank_id) for life, f in zip(lives, futures, strict=True) if f.cancelled())
+            raise EngineGenerateError(f"{method} was not done within {timeout_s:g} s on {late}") from None
         finally:
             for future in futures:
                 future.cancel()  # of a call that failed or was cancelled: its other answers find nobody
+        return {life.rank_id.rank: result for life, result in zip(lives, results, strict=True)}
 
     def on_utility_result(self, result: m.UtilityResult) -> None:
         self._utilities.on_result(result)
@@ -264,10 +269,13 @@ class AsyncMPClient(EngineCoreClient):
                 self._received.put_nowait(message)
             case m.LoadReport() | m.Heartbeat():
                 has_work = message.load.num_waiting + message.load.num_running > 0
+                if isinstance(message, m.Heartbeat):
+                    has_work = message.has_work
+                    life.health.on_engine_state(message.state, now)
+                    life.weight_version = message.weight_version
+                    rank.on_stats(message.stats, now)
                 life.health.on_sign_of_life(now, message.step, has_work)
                 self._on_load(life, message.step, message.command_seq, message.load, now)
-                if isinstance(message, m.Heartbeat):
-                    rank.on_stats(message.stats, now)
             case m.EngineCoreDead():
                 self._declare_dead(message.rank_id, message.cause or "it was shut down")
             case m.UtilityResult():
@@ -377,6 +385,13 @@ class AsyncMPClient(EngineCoreClient):
     @property
     def link(self) -> LauncherLink:
         return self._link
+
+    @property
+    def standstill(self) -> str | None:
+        states = {rank.life.health.state for rank in self._ranks.values()}
+        if RankState.READY in states:
+            return None
+        return next((s.value for s in (RankState.SLEEPING, RankState.PAUSED, RankState.DRAINING) if s in states), None)
 
     @property
     def num_queued_tokens(self) -> int:

@@ -80,8 +80,8 @@ class EngineCoreClient(ABC):
         """Closes the books of a dead rank and returns the handles that it held."""
 
     @abstractmethod
-    def call_utility(self, method: str, *args: Any) -> Any:
-        """Awaitable: the results of all ranks, by rank."""
+    async def call_utility(self, method: str, *args: Any, timeout_s: float | None = None) -> dict[int, Any]:
+        """The results of all ranks, by rank; see `EngineClient.call_utility_by_rank`. All ranks get all calls in one order."""
 
     @abstractmethod
     def on_utility_result(self, result: UtilityResult) -> None: ...
@@ -95,6 +95,11 @@ class EngineCoreClient(ABC):
     @abstractmethod
     def failure(self) -> str | None:
         """Why no rank is left and none will come back; None while there is hope."""
+
+    @property
+    @abstractmethod
+    def standstill(self) -> str | None:
+        """ "draining", "paused" or "sleeping" when that is why no rank takes requests."""
 
     @property
     @abstractmethod

@@ -36,6 +36,7 @@ class RankLife:
     last_seq: int = 0  # of the commands sent to it
     load: RankLoad = field(default_factory=RankLoad)
     load_at_s: float | None = None
+    weight_version: int = 0
     stats: SchedulerStats = field(default_factory=SchedulerStats)
 
     @property
@@ -101,6 +102,7 @@ class Rank:
             requests_total=self.requests_total,
             last_death_s_ago=None if self.last_death_s is None else round(now - self.last_death_s, 3),
             death_cause=self.death_cause,
+            weight_version=life.weight_version,
             prompt_tokens=lifetime.num_prompt_tokens,
             generation_tokens=lifetime.num_generation_tokens,
             prefix_cache_queries=lifetime.prefix_cache_queries,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cores.messages import RankId, UtilityResult
-from gateway.errors import EngineDeadError, EngineGenerateError, GatewayError
+from gateway.errors import EngineDeadError, EngineGenerateError, GatewayError, InvalidRequestError
 
 
 class UtilityCalls:
@@ -38,7 +38,8 @@ class UtilityCalls:
         if result.error is None:
             future.set_result(result.value)
         else:
-            future.set_exception(EngineGenerateError(f"{result.rank_id}: {result.error}"))
+            kind = InvalidRequestError if result.is_refusal else EngineGenerateError
+            future.set_exception(kind(f"{result.rank_id}: {result.error}"))
 
     def on_engine_died(self, rank_id: RankId, cause: str) -> None:
         self._fail(

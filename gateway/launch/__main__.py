@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import TextIO
@@ -38,7 +39,10 @@ async def _run_embedded(config: GatewayConfig, run_directory: Path, stdout: Text
     launcher = Launcher(config, make_rank_launcher(config, run_directory), run_directory)
     launcher.open()
     print(json.dumps({"control_address": launcher.control_address}), file=stdout, flush=True)
-    return await live(launcher, lambda: None, drain_timeout_s=0.0, ends_with_stdin=True)
+    try:
+        return await live(launcher, lambda: None, drain_timeout_s=0.0, ends_with_stdin=True)
+    finally:
+        shutil.rmtree(run_directory, ignore_errors=True)  # the parent's, which may have been killed: we are the last one here
 
 
 if __name__ == "__main__":

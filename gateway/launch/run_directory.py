@@ -35,7 +35,7 @@ class RunDirectory:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path)
         if self._lock is not None:
             os.close(self._lock)
 
@@ -56,6 +56,18 @@ def _remove_abandoned(parent: Path) -> None:
             lock = os.open(lock_path, os.O_RDWR)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock_path.parent, ignore_errors=True)
+                _remove(lock_path.parent)
             finally:
                 os.close(lock)
+
+
+def _remove(directory: Path) -> None:
+    """The lock last: where dying processes still make files, the next run finds the directory by it and tries again."""
+    lock_path = directory / _LOCK
+    for path in directory.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path != lock_path:
+            path.unlink(missing_ok=True)
+    if list(directory.iterdir()) == [lock_path]:
+        shutil.rmtree(directory, ignore_errors=True)

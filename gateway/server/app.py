@@ -12,7 +12,7 @@ from aiohttp.typedefs import Handler
 
 from gateway.config import ConfigError, ServerConfig
 from gateway.server.edge import add_headers, edge
-from gateway.server.routes import chat, completions, models, observation, tokenization
+from gateway.server.routes import chat, completions, development, models, observation, tokenization
 from gateway.server.state import STATE, ServerState
 
 BACKLOG = 2048
@@ -26,6 +26,8 @@ def create_app(state: ServerState) -> web.Application:
     app[STATE] = state
     for module in (chat, completions, models, observation, tokenization):
         app.add_routes(module.routes)
+    if state.config.server.dev_mode:
+        app.add_routes(development.routes)
     app.on_response_prepare.append(add_headers)
     return app
 

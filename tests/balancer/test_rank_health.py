@@ -5,9 +5,10 @@ from collections.abc import Callable
 import pytest
 
 from balancer.rank_health import InvalidTransitionError, RankHealth, RankState
-from cores.messages import RankId
+from cores.messages import EngineState, RankId
 
 S = RankState
+E = EngineState
 
 
 def make_health(*events: Callable[[RankHealth], object]) -> RankHealth:
@@ -39,6 +40,10 @@ def stuck(health: RankHealth) -> None:
 
 def told(state: str) -> Callable[[RankHealth], None]:
     return lambda health: health.on_launcher_state(state, 0.0)
+
+
+def says(state: EngineState) -> Callable[[RankHealth], None]:
+    return lambda health: health.on_engine_state(state, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +85,18 @@ def told(state: str) -> Callable[[RankHealth], None]:
         ((ready, stuck, dead), S.DEAD),
         ((ready, told("draining"), stuck), S.STALLED),
         ((ready, told("paused"), stuck), S.PAUSED),  # meant to stand still
+        ((ready, says(E.PAUSED)), S.PAUSED),
+        ((ready, says(E.SLEEPING)), S.SLEEPING),
+        ((ready, says(E.DRAINING)), S.DRAINING),
+        ((ready, says(E.PAUSED), says(E.READY)), S.READY),
+        ((ready, says(E.PAUSED), told("ready")), S.PAUSED),  # the launcher knows nothing of it
+        ((ready, told("draining"), says(E.PAUSED)), S.PAUSED),
+        ((ready, told("draining"), says(E.READY)), S.DRAINING),
+        ((says(E.PAUSED), ready), S.PAUSED),
+        ((ready, says(E.PAUSED), stuck), S.PAUSED),
+        ((ready, says(E.DRAINING), stuck), S.STALLED),
+        ((ready, says(E.PAUSED), silent), S.SUSPECT),
+        ((ready, says(E.PAUSED), dead), S.DEAD),
         ((silent,), S.STARTING),  # how long a start may take is the launcher's affair
     ],
     ids=lambda value: " ".join(getattr(e, "__name__", "?") for e in value) if isinstance(value, tuple) else str(value),
@@ -140,12 +157,22 @@ def test_late_frame_of_an_older_step_is_no_progress() -> None:
     assert health.last_seen_s(2.0) == 0.0
 
 
-def test_pause_is_not_counted_as_a_stall_after_it_ends() -> None:
+@pytest.mark.parametrize(
+    ("stand_still", "go_on"),
+    [
+        (lambda h, now: h.on_launcher_state("paused", now), lambda h, now: h.on_launcher_state("ready", now)),
+        (lambda h, now: h.on_engine_state(E.SLEEPING, now), lambda h, now: h.on_engine_state(E.READY, now)),
+    ],
+    ids=["told by the launcher", "said by the engine"],
+)
+def test_pause_is_not_counted_as_a_stall_after_it_ends(
+    stand_still: Callable[[RankHealth, float], None], go_on: Callable[[RankHealth, float], None]
+) -> None:
     health = make_health(ready)
     health.on_sign_of_life(0.0, step=1, has_work=True)
-    health.on_launcher_state("paused", 10.0)
+    stand_still(health, 10.0)
     health.on_sign_of_life(100.0, step=1, has_work=True)
-    health.on_launcher_state("ready", 101.0)
+    go_on(health, 101.0)
     health.on_sign_of_life(102.0, step=1, has_work=True)
     assert health.on_timer(102.0) is None
     assert health.last_progress_s(102.0) == 1.0

@@ -13,7 +13,7 @@ import pytest
 
 from cores.config import ConfigError, EngineConfig
 from cores.engine_core import EngineCore
-from cores.messages import EngineCoreRequest, FinishReason, RankId, SchedulerStats
+from cores.messages import EngineCoreRequest, FinishReason, RankId, SchedulerStats, UtilityCall
 from cores.runner.interface import ModelInfo, ModelRunner
 from cores.testing import ManualClock, make_request
 
@@ -50,6 +50,15 @@ class Engine:
                 assert all(f.reason is not FinishReason.ERROR for f in outputs.finished.values())
             self.core.check_invariants()
         return list(tokens.values())
+
+    def call(self, method: str, *args: Any) -> Any:
+        """A utility, to its answer. Raises `AssertionError` with its error."""
+        result = self.core.call_utility(UtilityCall(1, 1, method, args))
+        while result is None:
+            self.core.step()
+            result = next((late for _, late in self.core.take_late_results()), None)
+        assert result.error is None, result.error
+        return result.value
 
     @property
     def stats(self) -> SchedulerStats:
@@ -147,6 +156,39 @@ class RunnerContract:
                 temperature=float(i % 2), seed=1000 + i,
             )  # fmt: skip
             assert elsewhere.run([request]) == [tokens[num_delivered:]]
+
+    @pytest.mark.parametrize("level", [1, 2])
+    def test_sleep_changes_no_token(self, make_engine: Callable[..., Engine], alone: list[list[int]], level: int) -> None:
+        engine = make_engine()
+        assert engine.run(mixed()) == alone
+        engine.call("sleep", level)
+        engine.call("wake_up", ["weights"])
+        engine.call("wake_up")
+        assert engine.run(mixed()) == alone
+
+    def test_weights_from_nowhere_are_refused_and_change_no_token(
+        self, make_engine: Callable[..., Engine], alone: list[list[int]], tmp_path: Path
+    ) -> None:
+        engine = make_engine()
+        with pytest.raises(AssertionError, match="nowhere"):
+            engine.call("update_weights", str(tmp_path / "nowhere"), 1)
+        assert engine.run(mixed()) == alone
+
+    def test_its_own_weights_again_change_no_token(
+        self, make_engine: Callable[..., Engine], alone: list[list[int]], model: Path
+    ) -> None:
+        engine = make_engine()
+        assert engine.run(mixed()) == alone
+        engine.call("update_weights", str(model), 1)
+        assert engine.run(mixed()) == alone
+
+    def test_a_profile_is_a_file(self, make_engine: Callable[..., Engine], tmp_path: Path) -> None:
+        engine = make_engine(profile_dir=str(tmp_path))
+        engine.call("start_profile")
+        engine.run([make_request(1, [7, 8], max_tokens=2)])
+        path = Path(engine.call("stop_profile"))
+        assert path.parent == tmp_path
+        assert path.stat().st_size > 0
 
     def test_the_seed_decides_sampled_tokens_and_no_greedy_one(self, make_engine: Callable[..., Engine]) -> None:
         engine = make_engine()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from typing import Any
 
 from cores.codec import decode, encode
 from cores.config import EngineConfig
-from cores.engine_core import EngineCore, StepTimes, utility
+from cores.engine_core import EngineCore, StepTimes
 from cores.messages import (
     EngineCoreOutputs,
     Finished,
@@ -16,8 +15,6 @@ from cores.messages import (
     FirstToken,
     RankId,
     TokenLogprobs,
-    UtilityCall,
-    UtilityResult,
 )
 from cores.request import Request
 from cores.runner.interface import ModelInfo, ModelRunnerOutput, SchedulerOutput
@@ -224,40 +221,6 @@ def test_command_numbers_never_go_back() -> None:
     core.note_command(0, 5)
     core.note_command(0, 4)
     assert core.command_seqs == {0: 5}
-
-
-def call(core: EngineCore, method: str, *args: object) -> UtilityResult:
-    return core.call_utility(UtilityCall(1, 77, method, args))
-
-
-def test_utilities_run_by_name() -> None:
-    core, _ = make_core()
-    core.add_request(0, make_request(1, prompt=[5] * 20, max_tokens=1))
-    core.step()
-    assert call(core, "reset_prefix_cache") == UtilityResult(RANK, 77)
-    core.add_request(0, make_request(2, prompt=[5] * 20, max_tokens=1))
-    assert only(core.step()).first_tokens[0].num_cached_tokens == 0
-
-
-def test_only_what_is_marked_can_be_called() -> None:
-    core, _ = make_core()
-    for method in ("shutdown", "__init__", "nonsense"):
-        error = call(core, method).error
-        assert error is not None
-        assert error.startswith(f"unknown utility {method!r}; there are ")
-        assert "reset_prefix_cache" in error
-
-
-def test_an_error_in_a_utility_goes_back_to_its_caller() -> None:
-    core, _ = make_core()
-    result = call(core, "reset_prefix_cache", "unexpected")
-    assert result.error is not None
-    assert result.error.startswith("TypeError: ")
-
-
-def test_marking_a_utility_leaves_the_method_as_it_is() -> None:
-    assert isinstance(EngineCore.reset_prefix_cache, Callable)  # type: ignore[arg-type]
-    assert utility(EngineCore.reset_prefix_cache) is EngineCore.reset_prefix_cache
 
 
 def test_shutdown_reaches_the_runner() -> None:

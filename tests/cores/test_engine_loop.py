@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -144,7 +145,7 @@ def test_every_turn_tells_the_state_after_it() -> None:
     rig.add(2, max_tokens=1, client=3)
     rig.inbox.put(Shutdown(30.0))
     turns = [m for m in rig.run() if isinstance(m, LoopTurn)]
-    assert [(t.status.step, t.status.has_requests, t.status.load.num_running) for t in turns[:2]] == [
+    assert [(t.status.step, t.status.has_work, t.status.load.num_running) for t in turns[:2]] == [
         (1, True, 1),
         (2, False, 0),
     ]
@@ -168,11 +169,79 @@ def test_utility_results_come_in_order_with_outputs() -> None:
     rig.add(1, max_tokens=1)
     rig.inbox.put(ClientCommand(4, UtilityCall(1, 55, "reset_prefix_cache")))
     rig.inbox.put(Shutdown(1.0))
-    reply, *turns = rig.run()
+    before, after, reply, *turns = rig.run()
     assert isinstance(reply, UtilityReply)
     assert (reply.client, reply.result.call_id, reply.result.error) == (4, 55, None)
     assert isinstance(turns[0], LoopTurn)
     assert turns[0].status.command_seqs[4] == 1
+    # No step is to be expected while it runs, however long; and the state after it is told before its answer.
+    assert [turn.status.has_work for turn in (before, after) if isinstance(turn, LoopTurn)] == [False, True]
+
+
+def operate(rig: Rig, method: str, *args: object) -> None:
+    rig.inbox.put(ClientCommand(4, UtilityCall(1, 55, method, args)))
+
+
+def test_a_pause_that_waits_is_answered_behind_the_last_token_and_the_new_state() -> None:
+    rig = Rig()
+
+    def on_step(step: int) -> None:
+        if step == 2:
+            operate(rig, "pause", "wait")
+        if step == 5:
+            rig.inbox.put(Shutdown(30.0))
+
+    rig.on_step = on_step
+    rig.add(1, max_tokens=5)
+    messages = rig.run()
+    (reply,) = [i for i, message in enumerate(messages) if isinstance(message, UtilityReply)]
+    assert ends(messages[:reply]) == {1: (FinishReason.LENGTH, 5)}
+    states = [m.status.state for m in messages[:reply] if isinstance(m, LoopTurn)]
+    assert (states[0], states[-1]) == ("ready", "paused")
+    assert "draining" in states
+
+
+def test_requests_that_stand_still_are_aborted_by_a_shutdown_without_waiting() -> None:
+    rig = Rig()
+
+    def on_step(step: int) -> None:
+        if step == 3:
+            operate(rig, "pause", "keep")
+            rig.inbox.put(Shutdown(30.0))
+
+    rig.on_step = on_step
+    rig.add(1, max_tokens=400)
+    assert ends(rig.run()) == {1: (FinishReason.ABORT, 3)}
+    assert rig.clock.now < 1.0
+
+
+def test_a_loop_whose_requests_stand_still_waits_for_commands_and_makes_no_steps() -> None:
+    rig = Rig()
+
+    def on_step(step: int) -> None:
+        if step == 3:
+            operate(rig, "pause", "keep")
+        if step == 6:
+            rig.inbox.put(Shutdown(30.0))
+
+    rig.on_step = on_step
+    rig.add(1, max_tokens=9)
+    thread = threading.Thread(target=rig.loop.run, daemon=True)
+    thread.start()
+    turns = []
+    while True:  # up to the answer to the pause
+        message = rig.outbox.get(timeout=10.0)
+        if isinstance(message, UtilityReply):
+            break
+        turns.append(message)
+    assert rig.outbox.get(timeout=10.0).status.step == 3  # type: ignore[union-attr]
+    assert rig.outbox.empty()  # it sleeps: a loop that spins would have filled the box
+    operate(rig, "resume")
+    thread.join(10.0)
+    assert not thread.is_alive()
+    while not rig.outbox.empty():
+        turns.append(rig.outbox.get())
+    assert ends(turns) == {1: (FinishReason.LENGTH, 9)}
 
 
 def test_a_flood_of_commands_does_not_hold_up_steps() -> None:

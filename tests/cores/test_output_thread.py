@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from array import array
+from dataclasses import replace
 
 import zmq
 
@@ -24,6 +25,7 @@ from cores.engine_sockets import OutputThread
 from cores.messages import (
     EngineCoreDead,
     EngineCoreOutputs,
+    EngineState,
     Heartbeat,
     LoadReport,
     RankId,
@@ -164,6 +166,19 @@ def test_what_waits_for_a_dead_front_end_does_not_reach_its_successor() -> None:
     assert (outputs_of(old), outputs_of(new), outputs_of(other)) == ([], [2], [1, 2])
     assert old.is_closed
     assert isinstance(new.sent[0], Heartbeat)
+
+
+def test_a_new_state_or_weight_version_is_told_to_all_before_anything_that_follows_it() -> None:
+    sockets = {0: FakePush(), 1: FakePush()}
+    ready, reply = make_turn(1, 0), UtilityReply(0, UtilityResult(RANK, 5))
+    paused = LoopTurn(replace(ready.status, state=EngineState.PAUSED), {})
+    other_weights = LoopTurn(replace(paused.status, weight_version=2), {})
+    run_thread(sockets, [ready, paused, reply, ready, other_weights, LastWords("")])
+    for client in (0, 1):
+        beats = [(m.state, m.weight_version) for m in sockets[client].sent if isinstance(m, Heartbeat)]
+        assert beats == [("ready", 0), ("paused", 0), ("ready", 0), ("paused", 2)]
+    kinds = [type(m) for m in sockets[0].sent]
+    assert kinds[kinds.index(UtilityResult) - 1] is Heartbeat
 
 
 def test_a_result_that_cannot_be_sent_is_an_error_to_its_caller() -> None:

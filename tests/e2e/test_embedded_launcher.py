@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -31,6 +35,12 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+@pytest.fixture
+def short_tmp_path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="gw-", dir="/tmp") as directory:
+        yield Path(directory)
 
 
 def make_config(model: str, fault: str = "") -> GatewayConfig:
@@ -71,9 +81,14 @@ async def test_launcher_that_cannot_be_told_what_to_do_is_an_exception_with_its_
         await asyncio.wait_for(AsyncLLM.from_config(impossible), END_TIMEOUT_S)
 
 
-def test_kill_9_of_the_script_leaves_no_process_and_it_never_loads_ray_or_torch(tiny_model: str) -> None:
+def test_kill_9_of_the_script_leaves_no_process_and_it_never_loads_ray_or_torch(tiny_model: str, short_tmp_path: Path) -> None:
     script = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, tiny_model], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT, text=True
+        [sys.executable, "-c", SCRIPT, tiny_model],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
+        text=True,
+        env=os.environ | {"TMPDIR": str(short_tmp_path)},
     )
     assert script.stdout is not None
     with script.stdout:
@@ -83,3 +98,4 @@ def test_kill_9_of_the_script_leaves_no_process_and_it_never_loads_ray_or_torch(
         script.kill()
         script.wait(END_TIMEOUT_S)
     poll_until(lambda: not any(process.is_running() for process in below), "no process is left")
+    assert list(short_tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cores.messages import EngineCoreOutputs, Finished, FinishReason, FirstToken, RankId, RankLoad, TokenLogprobs
 from cores.sampling_params import RequestOutputKind, SamplingParams
 from cores.testing import make_tiny_tokenizer
-from gateway.errors import EngineDeadError, EngineGenerateError
+from gateway.errors import EngineDeadError, EngineGenerateError, OverloadedError
 from gateway.output_processor import FinishedRequest, OutputProcessor, ProcessedOutputs, TokenTimes
 from gateway.outputs import CompletionOutput, RequestOutput
 from gateway.parallel_sampling import ParentRequest
@@ -310,6 +310,14 @@ def test_an_error_of_one_child_fails_the_request_and_aborts_its_siblings(process
     assert str(sink.error) == "NaN in the logits"
     assert other.text() == "b"
     assert processor.counters.failed == 1
+
+
+def test_a_request_that_came_too_late_to_a_rank_may_come_again(processor: OutputProcessor) -> None:
+    sink = add_request(processor, 1)
+    done = feed(processor, outputs([(1, [])], finished={0: Finished(FinishReason.REJECTED, error="the engine is paused")}))
+    assert isinstance(sink.error, OverloadedError)
+    assert str(sink.error) == "rank 0 (epoch 1): the engine is paused"
+    assert (done.abort_handles, done.finished_handles) == ([], [1])
 
 
 def test_a_dead_rank_names_the_siblings_that_run_elsewhere(processor: OutputProcessor) -> None:

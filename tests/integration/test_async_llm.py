@@ -3,82 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from cores.config import EngineConfig, SimulatedConfig
-from cores.testing import make_tiny_model_dir
-from gateway import AsyncLLM, GatewayConfig, SamplingParams
-from gateway.config import AdmissionConfig, FaultConfig, ParallelConfig
+from gateway.config import AdmissionConfig
 from gateway.errors import EngineDeadError, EngineGenerateError, InvalidRequestError, OverloadedError
 from gateway.outputs import RequestOutput
 from gateway.sampling_params import RequestOutputKind
-
-DEADLINE_S = 30.0
-DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
-Start = Callable[..., Awaitable[AsyncLLM]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model_dir(tmp_path_factory.mktemp("models") / "tiny", max_model_len=8192)
-
-
-@pytest.fixture
-async def start(model: Path) -> AsyncIterator[Start]:
-    """Starts engine clients and, after the test, checks that nothing is left in any of their maps."""
-    async with contextlib.AsyncExitStack() as stack:
-
-        async def start_llm(num_ranks: int = 2, *, step_ms: float = 1.0, fault: str = "", **parts: Any) -> AsyncLLM:
-            config = GatewayConfig(
-                engine=EngineConfig(
-                    model=str(model), engine="simulated", simulated=SimulatedConfig(step_ms=step_ms, fault=fault)
-                ),
-                parallel=ParallelConfig(data_parallel_size=num_ranks, data_parallel_backend="mp"),
-                **{"fault": FaultConfig(engine_restarts=0)} | parts,
-            )
-            llm = await AsyncLLM.from_config(config)
-            stack.push_async_callback(llm.shutdown)
-            stack.push_async_callback(check_empty, llm)
-            return llm
-
-        yield start_llm
-
-
-async def check_empty(llm: AsyncLLM) -> None:
-    await until(lambda: is_idle(llm), "all maps are empty and all ranks idle")
-    llm.output_processor.check_invariants()
-    llm.core_client.ledger.check_invariants()
-
-
-def is_idle(llm: AsyncLLM) -> bool:
-    ranks = [rank for rank in llm.status().ranks if rank.state != "dead"]
-    return (
-        llm.output_processor.num_unfinished == 0
-        and llm.core_client.ledger.num_in_flight == 0
-        and all(rank.waiting == rank.running == 0 and rank.kv_cache_usage == 0 for rank in ranks)
-    )
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
-    assert condition(), what
-
-
-def params(max_tokens: int, **fields: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **{"temperature": 0.0} | fields)
-
-
-async def collect(llm: AsyncLLM, prompt: Any, sampling: SamplingParams, request_id: str = "r") -> list[RequestOutput]:
-    return [output async for output in llm.generate(prompt, sampling, request_id)]
+from tests.integration.llm_harness import DEADLINE_S, DELTA, FINAL_ONLY, Start, collect, params, until
 
 
 @pytest.mark.parametrize("kind", [DELTA, FINAL_ONLY])

@@ -51,9 +51,9 @@ async def load(request: web.Request) -> web.Response:
 
 
 def can_serve(state: ServerState) -> bool:
-    """At least one rank takes requests."""
+    """At least one rank takes requests, or would if it were not told to stand still."""
     engine = state.engine
-    return engine is not None and not engine.errored and engine.status().num_serving_ranks > 0
+    return engine is not None and not engine.errored and engine.status().num_healthy_ranks > 0
 
 
 def why_not_ready(state: ServerState) -> str | None:

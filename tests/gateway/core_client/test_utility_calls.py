@@ -8,7 +8,7 @@ import pytest
 
 from cores.messages import RankId, UtilityResult
 from gateway.core_client.utility_calls import UtilityCalls
-from gateway.errors import EngineDeadError, EngineGenerateError
+from gateway.errors import EngineDeadError, EngineGenerateError, InvalidRequestError
 
 ZERO, ONE = RankId(0, 1), RankId(1, 1)
 
@@ -27,6 +27,14 @@ async def test_an_error_names_the_rank() -> None:
     call_id, (future,) = calls.begin("f", [ONE])
     calls.on_result(UtilityResult(ONE, call_id, error="no room"))
     with pytest.raises(EngineGenerateError, match=r"rank 1 \(epoch 1\): no room"):
+        await future
+
+
+async def test_a_refusal_is_the_callers_fault() -> None:
+    calls = UtilityCalls()
+    call_id, (future,) = calls.begin("f", [ONE])
+    calls.on_result(UtilityResult(ONE, call_id, error="no such directory", is_refusal=True))
+    with pytest.raises(InvalidRequestError, match=r"rank 1 \(epoch 1\): no such directory"):
         await future
 
 

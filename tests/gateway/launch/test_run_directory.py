@@ -45,6 +45,20 @@ def test_directory_of_a_killed_run_is_removed_and_that_of_a_living_one_is_kept(p
             assert other.path != living.path
 
 
+def test_directory_in_which_a_dying_process_still_makes_files_is_left_for_the_next_run(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abandoned = parent / "gateway-abandoned"
+    (abandoned / "ray").mkdir(parents=True)
+    (abandoned / "lock").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr("gateway.launch.run_directory.shutil.rmtree", lambda path, **_: None)  # as if it were made again at once
+        with RunDirectory(parent):
+            assert (abandoned / "lock").exists()
+    with RunDirectory(parent):
+        assert not abandoned.exists()
+
+
 def test_directories_that_are_not_ours_are_kept(parent: Path) -> None:
     others = parent / "gateway-of-somebody"
     others.mkdir()

@@ -1,0 +1,151 @@
+"""The rare operations of an engine client, all through one door that goes to every rank. Knows no sockets.
+
+An operation succeeds only if every rank does it, and what is asked of all has one answer only if all agree. What ranks do
+about it, and which of them takes requests meanwhile, their own state says (`/status`): nothing is remembered here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gateway.errors import EngineGenerateError, GatewayError, InvalidRequestError
+
+logger = logging.getLogger(__name__)
+
+UTILITY_TIMEOUT_S = 600.0  # the weights of a large model from a slow disk
+PAUSE_MODES = ("abort", "wait", "keep")
+SLEEP_LEVELS = (1, 2)
+MEMORY_TAGS = ("weights", "kv_cache")
+
+
+class Operations(ABC):
+    @abstractmethod
+    async def call_utility_by_rank(
+        self, method: str, *args: Any, timeout_s: float | None = UTILITY_TIMEOUT_S
+    ) -> dict[int, Any]:
+        """Calls an engine core's utility on every rank, and returns the results by rank.
+
+        Succeeds only if every rank does: raises `InvalidRequestError` or `EngineGenerateError` naming the rank that refused or
+        failed, `EngineGenerateError` naming those that did not answer in time, `EngineDeadError` if one dies meanwhile.
+        """
+
+    async def call_utility(self, method: str, *args: Any, timeout_s: float | None = UTILITY_TIMEOUT_S) -> list[Any]:
+        """`call_utility_by_rank`, in order of the ranks."""
+        return list((await self.call_utility_by_rank(method, *args, timeout_s=timeout_s)).values())
+
+    async def call_agreed(self, method: str, *args: Any) -> Any:
+        """The one result of all ranks. Raises `EngineGenerateError` naming each rank's, if they differ."""
+        results = await self.call_utility_by_rank(method, *args)
+        first, *others = results.values()
+        if any(other != first for other in others):
+            said = ", ".join(f"rank {rank} says {result!r}" for rank, result in results.items())
+            raise EngineGenerateError(f"{method}: the ranks disagree: {said}")
+        return first
+
+    # --- pause and sleep ----------------------------------------------------------------------------------------------
+
+    async def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        """No new requests and no steps until `resume_generation`. Those in flight are aborted, waited for, or kept as they are
+        to go on then. With `clear_cache` nothing computed before is used after. A caller that leaves does not undo it."""
+        _check("mode", mode, PAUSE_MODES)
+        # Waiting is bounded by the requests: each has a last token, and a rank that makes none is noticed.
+        await self.call_utility("pause", mode, clear_cache, timeout_s=None if mode == "wait" else UTILITY_TIMEOUT_S)
+
+    async def resume_generation(self) -> None:
+        await self.call_utility("resume")
+
+    async def is_paused(self) -> bool:
+        return bool(await self.call_agreed("is_paused"))
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Gives memory back until `wake_up`: the KV cache's and the weights', which level 1 keeps on the host. `mode` as for
+        `pause_generation`."""
+        _check("level", level, SLEEP_LEVELS)
+        _check("mode", mode, PAUSE_MODES)
+        await self.call_utility("sleep", level, mode, timeout_s=None if mode == "wait" else UTILITY_TIMEOUT_S)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Brings memory back, all of it without tags. Requests are welcome again when nothing sleeps any more."""
+        for tag in tags or ():
+            _check("tags", tag, MEMORY_TAGS)
+        await self.call_utility("wake_up", None if tags is None else list(tags))
+
+    async def is_sleeping(self) -> bool:
+        return bool(await self.call_agreed("is_sleeping"))
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    async def update_weights(self, directory: str, version: int | None = None) -> int:
+        """Other weights of the same shapes, from a directory that every rank can read. Returns the version that outputs carry
+        from then on: one more than before, if none is given.
+
+        All ranks or none: each reads and checks them first, and only if all could, all change. Requests in flight go on with
+        the new weights, everything computed with the old ones forgotten.
+        """
+        directory = _absolute(directory)
+        if version is None:
+            version = await self.get_weight_version() + 1
+        if not 0 <= version < 2**63:
+            raise InvalidRequestError(f"version must be from 0 to 2^63 - 1, got {version}", "version")
+        try:
+            await self.call_utility("prepare_weights", directory)
+        except BaseException:
+            # Also when the caller has left: a second set of weights must not stay in every rank's memory.
+            with contextlib.suppress(GatewayError):
+                await asyncio.shield(self.call_utility("discard_weights"))
+            raise
+        await self.call_utility("commit_weights", directory, version)
+        return version
+
+    async def get_weight_version(self) -> int:
+        return int(await self.call_agreed("get_weight_version"))
+
+    # --- caches -------------------------------------------------------------------------------------------------------
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
+        await self.call_utility("reset_prefix_cache", reset_running_requests)
+
+    async def reset_mm_cache(self) -> None:
+        await self.call_utility("reset_mm_cache")
+
+    async def reset_encoder_cache(self) -> None:
+        await self.call_utility("reset_encoder_cache")
+
+    # --- looking inside -----------------------------------------------------------------------------------------------
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout_s: float | None = UTILITY_TIMEOUT_S,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls a method of every rank's model runner by name. Arguments and results must be plain values."""
+        return await self.call_utility("collective_rpc", method, list(args), dict(kwargs or {}), timeout_s=timeout_s)
+
+    async def start_profile(self) -> None:
+        await self.call_utility("start_profile")
+
+    async def stop_profile(self) -> list[str]:
+        """The files that the ranks have written, each on its own node."""
+        return await self.call_utility("stop_profile")
+
+    async def do_log_stats(self) -> None:
+        for rank, stats in (await self.call_utility_by_rank("get_stats")).items():
+            logger.info("rank %d: %s", rank, stats)
+
+
+def _absolute(directory: str) -> str:
+    """As the caller means it: a rank may have another working directory."""
+    return os.path.abspath(directory)
+
+
+def _check(name: str, value: object, allowed: Sequence[object]) -> None:
+    if value not in allowed:
+        raise InvalidRequestError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}", name)

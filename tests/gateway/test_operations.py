@@ -1,0 +1,91 @@
+"""What an operation asks of the ranks, and what it makes of their answers."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import pytest
+
+from gateway.errors import EngineGenerateError, InvalidRequestError
+from gateway.operations import Operations
+
+
+class Ranks(Operations):
+    """Ranks that answer what the test says: one value for all, or a dict by rank."""
+
+    def __init__(self, **results: Any) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.timeouts: list[float | None] = []
+        self.results = results
+
+    async def call_utility_by_rank(self, method: str, *args: Any, timeout_s: float | None = 1.0) -> dict[int, Any]:
+        self.calls.append((method, *args))
+        self.timeouts.append(timeout_s)
+        result = self.results.get(method)
+        if isinstance(result, Exception):
+            raise result
+        return result if isinstance(result, dict) else {0: result, 3: result}
+
+
+async def test_one_answer_needs_all_ranks_to_agree() -> None:
+    assert await Ranks(is_sleeping=True).is_sleeping() is True
+    assert await Ranks(is_paused=False).is_paused() is False
+    assert await Ranks(get_weight_version=4).get_weight_version() == 4
+    with pytest.raises(EngineGenerateError, match="is_paused: the ranks disagree: rank 0 says True, rank 3 says False"):
+        await Ranks(is_paused={0: True, 3: False}).is_paused()
+
+
+async def test_arguments_are_checked_before_any_rank_hears_of_them() -> None:
+    ranks = Ranks()
+    for operation, word in (
+        (ranks.pause_generation("later"), "mode must be one of abort, wait, keep, got 'later'"),
+        (ranks.sleep(3), "level must be one of 1, 2, got 3"),
+        (ranks.sleep(1, "now"), "mode"),
+        (ranks.wake_up(["weights", "all"]), "tags must be one of weights, kv_cache, got 'all'"),
+        (ranks.update_weights("/w", -1), "version"),
+    ):
+        with pytest.raises(InvalidRequestError, match=word):
+            await operation
+    assert ranks.calls == []
+
+
+async def test_only_waiting_for_requests_has_no_bound_of_its_own() -> None:
+    ranks = Ranks()
+    for mode in ("abort", "keep", "wait"):
+        await ranks.pause_generation(mode)
+        await ranks.sleep(1, mode)
+    assert [timeout is None for timeout in ranks.timeouts] == [False] * 4 + [True] * 2
+
+
+async def test_new_weights_are_prepared_by_all_before_any_commits() -> None:
+    ranks = Ranks(get_weight_version=4)
+    assert await ranks.update_weights("weights") == 5
+    directory = os.path.join(os.getcwd(), "weights")
+    assert ranks.calls == [("get_weight_version",), ("prepare_weights", directory), ("commit_weights", directory, 5)]
+
+
+async def test_weights_that_one_rank_cannot_take_are_taken_by_none() -> None:
+    ranks = Ranks(prepare_weights=InvalidRequestError("rank 3 (epoch 1): no such directory"))
+    with pytest.raises(InvalidRequestError, match="no such directory"):
+        await ranks.update_weights("/w", 7)
+    assert [call[0] for call in ranks.calls] == ["prepare_weights", "discard_weights"]
+
+
+async def test_the_error_told_is_the_first_one() -> None:
+    ranks = Ranks(prepare_weights=InvalidRequestError("too wide"), discard_weights=EngineGenerateError("gone"))
+    with pytest.raises(InvalidRequestError, match="too wide"):
+        await ranks.update_weights("/w", 7)
+
+
+async def test_collective_rpc_carries_its_arguments_and_its_time() -> None:
+    ranks = Ranks(collective_rpc={0: "a", 3: "b"})
+    assert await ranks.collective_rpc("f", 2.5, (1,), {"k": 2}) == ["a", "b"]
+    assert (ranks.calls, ranks.timeouts) == ([("collective_rpc", "f", [1], {"k": 2})], [2.5])
+
+
+async def test_log_stats_is_a_line_per_rank(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    await Ranks(get_stats={0: {"state": "ready"}, 3: {"state": "paused"}}).do_log_stats()
+    assert caplog.messages == ["rank 0: {'state': 'ready'}", "rank 3: {'state': 'paused'}"]
