@@ -5,8 +5,8 @@ Rules
 * The engine's own word makes it ready. A proof of death ends it; the first proof's cause stays.
 * What the launcher wants of a serving rank (ready, draining, paused, sleeping) may come before the engine's word, and is kept.
 * What the engine says of itself (draining, paused, sleeping) counts before that: it knows what an operator did to it.
-* Doubt is ours, and only of a serving rank. Silent for `heartbeat_timeout_s`: suspect, until the next sign of life. Alive, with
-  work and no step for `stall_timeout_s`: stalled, until the next step. A paused or sleeping rank is meant to stand still.
+* Doubt is ours, and only of a serving rank. Silent for `heartbeat_timeout_s`: suspect, until the next sign of life. With work
+  and no step for `stall_timeout_s`, silent or not: stalled. A paused or sleeping rank is meant to stand still.
 
 So the state is the life, if it is not serving; else the doubt, if any; else what the engine says, unless that is "ready"; else
 what the launcher wants. A restarted rank is a new life, with the next epoch and a `RankHealth` of its own: the launcher calls
@@ -122,6 +122,7 @@ class RankHealth:
         self._said = RankState.READY
         self._doubt: RankState | None = None
         self._step = -1
+        self._has_work = False
         self._seen_at = now
         self._progress_at = now
 
@@ -197,17 +198,21 @@ class RankHealth:
         if step > self._step or not has_work or self._stands_still:
             self._progress_at = now
         self._step = max(self._step, step)
+        self._has_work = has_work
         if self._doubt is not None:
             self._set_doubt(RankState.STALLED if self._is_stalled(now) else None, "sign of life", now)
 
-    def on_timer(self, now: float) -> RankState | None:
-        """Begins to doubt where it is time to. Returns the new state, if it changed."""
+    def on_timer(self, now: float, *, has_own_work: bool = False) -> RankState | None:
+        """Begins to doubt where it is time to. Returns the new state, if it changed.
+
+        `has_own_work` says that we sent it something that has not ended: a silent rank cannot say so itself.
+        """
         if not self.is_serving:
             return None
+        if (self._has_work or has_own_work) and self._is_stalled(now):
+            return self._set_doubt(RankState.STALLED, f"no step for {self.last_progress_s(now):.1f} s", now)
         if self.last_seen_s(now) >= self._heartbeat_timeout_s:
             return self._set_doubt(RankState.SUSPECT, f"silent for {self.last_seen_s(now):.1f} s", now)
-        if self._is_stalled(now):
-            return self._set_doubt(RankState.STALLED, f"no step for {self.last_progress_s(now):.1f} s", now)
         return None
 
     def _is_stalled(self, now: float) -> bool:

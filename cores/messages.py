@@ -337,6 +337,14 @@ class RankSuspected:
     silent_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class RankStalled:
+    """It has work and makes no step, for longer than it is allowed to: the launcher kills and replaces it."""
+
+    rank_id: RankId
+    cause: str
+
+
 # --- the coordinator --------------------------------------------------------------------------------------------------
 
 

@@ -42,6 +42,7 @@ from gateway.status import RankStatus
 logger = logging.getLogger(__name__)
 
 TICK_INTERVAL_S = 0.25  # how often silence is looked at; an edge that ZMQ swallowed costs this at most
+MAX_TICK_S = 1.0
 READY_MARGIN_S = 30.0  # the launcher's own bound strikes first, with the engine's cause
 
 
@@ -339,14 +340,18 @@ class AsyncMPClient(EngineCoreClient):
         return RankLife(rank_id, health, last_seq=self.place.life << 32)
 
     async def _tick(self) -> None:
+        looked_s = self._clock()
         while True:
             await asyncio.sleep(TICK_INTERVAL_S)
             self._link.poke()
             self._outputs.poke()
             self._commands.poke()
             now = self._clock()
-            for rank in self._ranks.values():
-                self._check_silence(rank.life, now)
+            # A pause of our own proves nothing about ranks: what they said meanwhile is still to be read.
+            if now - looked_s < MAX_TICK_S:
+                for rank in self._ranks.values():
+                    self._check_silence(rank.life, now)
+            looked_s = now
             if self.embedded is not None and self.embedded.exit_code is not None and self._failure is None:
                 self._fail(f"the launcher ended with exit code {self.embedded.exit_code}")
 
@@ -358,7 +363,7 @@ class AsyncMPClient(EngineCoreClient):
         self._all_ready.set()
 
     def _check_silence(self, life: RankLife, now: float) -> None:
-        state = life.health.on_timer(now)
+        state = life.health.on_timer(now, has_own_work=bool(self.ledger.handles_on(life.rank_id)))
         if state is RankState.SUSPECT:
             silent_s = life.health.last_seen_s(now)
             logger.warning("%s is suspect: nothing heard for %.1f s", life.rank_id, silent_s)
@@ -367,6 +372,7 @@ class AsyncMPClient(EngineCoreClient):
             text = f"stalled: it has work and made no step for {life.health.last_progress_s(now):.1f} s"
             logger.warning("%s %s", life.rank_id, text)
             self.events.add("stall", life.rank_id.rank, f"epoch {life.rank_id.epoch} {text}", now)
+            self._link.send(m.RankStalled(life.rank_id, text))
 
     # --- what it looks like -------------------------------------------------------------------------------------------
 

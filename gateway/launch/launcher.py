@@ -33,6 +33,7 @@ from cores.messages import (
     GroupState,
     RankDied,
     RankId,
+    RankStalled,
     RankSuspected,
     Shutdown,
 )  # fmt: skip
@@ -173,7 +174,7 @@ class Launcher:
 
     def _on_message(self, identity: bytes, message: Message) -> None:
         match message:
-            case EngineStarting() | EngineReady() | EngineCoreDead() | RankDied() | RankSuspected():
+            case EngineStarting() | EngineReady() | EngineCoreDead() | RankDied() | RankSuspected() | RankStalled():
                 self._ranks.on_message(message)
                 if isinstance(message, EngineStarting):
                     self._attach_front_ends(message.rank_id)

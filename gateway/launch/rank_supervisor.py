@@ -13,7 +13,7 @@ from typing import Any
 
 from cores.config import EngineConfig, EngineLaunch, FrontEndAddress
 from cores.launch.interface import LaunchError, RankHandle, RankLauncher
-from cores.messages import EngineCoreDead, EngineReady, EngineStarting, GroupState, RankDied, RankId, RankSuspected
+from cores.messages import EngineCoreDead, EngineReady, EngineStarting, GroupState, RankDied, RankId, RankStalled, RankSuspected
 from gateway.launch.group_ledger import GivenUp, GroupLedger, Restart, StartFailed, Verdict
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ class _Life:
     watcher: asyncio.Task[None] | None = None
     front_ends: dict[int, FrontEndAddress] = field(default_factory=dict)  # that it knows, by index
     ready: asyncio.Event = field(default_factory=asyncio.Event)
+    is_stuck: bool = False  # it will not end by itself
     death: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def prove_death(self, cause: str) -> None:
@@ -128,7 +129,9 @@ class RankSupervisor:
 
     # --- what others say ---
 
-    def on_message(self, message: EngineStarting | EngineReady | EngineCoreDead | RankDied | RankSuspected) -> None:
+    def on_message(
+        self, message: EngineStarting | EngineReady | EngineCoreDead | RankDied | RankSuspected | RankStalled
+    ) -> None:
         life = self._lives.get(message.rank_id.rank)
         if life is None or life.rank_id != message.rank_id:
             return  # of a life that is over
@@ -141,6 +144,9 @@ class RankSupervisor:
             case EngineCoreDead(cause=cause):
                 life.prove_death(cause or UNASKED_END)
             case RankDied(cause=cause):
+                life.prove_death(cause)
+            case RankStalled(cause=cause):
+                life.is_stuck = True
                 life.prove_death(cause)
             case RankSuspected(silent_s=silent_s):
                 logger.warning("%s has been silent for %.1f s", message.rank_id, silent_s)
@@ -204,7 +210,8 @@ class RankSupervisor:
         """Returns when the process is gone: two lives of one rank must not overlap on its GPU."""
         if life.handle is None or life.watcher is None:
             return
-        await asyncio.wait({life.watcher}, timeout=ENDING_S)
+        if not life.is_stuck:
+            await asyncio.wait({life.watcher}, timeout=ENDING_S)
         await life.handle.kill()
 
     def _publish(self) -> None:

@@ -132,11 +132,28 @@ def test_stalled_needs_progress_and_not_only_a_heartbeat() -> None:
     assert health.state is S.READY
 
 
-def test_stalled_rank_that_falls_silent_is_still_stalled_when_it_speaks_again() -> None:
+def test_stalled_rank_that_falls_silent_stays_stalled_and_speaking_alone_does_not_help() -> None:
     health = make_health(ready, stuck)
-    assert health.on_timer(70.0) is S.SUSPECT
+    assert health.state is S.STALLED
+    assert health.on_timer(70.0) is None
     health.on_sign_of_life(71.0, step=7, has_work=True)
     assert health.state is S.STALLED  # never back in rotation for the moment between two timers
+
+
+def test_silent_rank_is_suspect_first_and_stalled_once_its_work_has_waited_too_long() -> None:
+    health = make_health(ready)
+    health.on_sign_of_life(1.0, step=7, has_work=True)
+    assert health.on_timer(5.0) is S.SUSPECT
+    assert health.on_timer(60.0) is None
+    assert health.on_timer(61.0) is S.STALLED
+
+
+def test_silent_idle_rank_is_stalled_only_if_we_wait_for_it() -> None:
+    health = make_health(ready)
+    health.on_sign_of_life(1.0, step=7, has_work=False)
+    assert health.on_timer(61.0) is S.SUSPECT
+    assert health.on_timer(62.0) is None
+    assert health.on_timer(63.0, has_own_work=True) is S.STALLED
 
 
 def test_idle_rank_never_stalls_and_its_clock_starts_with_the_work() -> None:

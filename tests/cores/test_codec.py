@@ -67,6 +67,7 @@ SAMPLES: list[Message] = [
     m.FrontEndFailed(0, "why"),
     m.RankDied(RANK, "why"),
     m.RankSuspected(RANK, 3.5),
+    m.RankStalled(RANK, "no step"),
     m.MemberReport("me", "http://x", ((RANK, "ready", LOAD),)),
     m.MemberLeft("me"),
     m.GroupLoads(9, ((RANK, "ready", LOAD, "http://x", 0.25),)),

@@ -147,6 +147,31 @@ async def test_a_server_that_is_kept_alive_says_503_after_its_only_rank_died(
     assert server.status()["state"] == "dead"
 
 
+async def test_a_rank_stopped_with_work_is_noticed_by_its_progress_killed_and_replaced(
+    serve: Serve, simulated: list[str], poll: Poll
+) -> None:
+    server = serve(*simulated, "-dp", "2", "--stall-timeout", "2")
+    async with client_session() as session:
+        started = [asyncio.Event() for _ in range(4)]
+        streams = [
+            asyncio.create_task(read_to_the_end(session, server.url, event, max_tokens=900, prompt=f"stream {i}"))
+            for i, event in enumerate(started)
+        ]
+        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in started)), 30)
+        os.kill(server.rank(0)["pid"], signal.SIGSTOP)
+        ends = await asyncio.wait_for(asyncio.gather(*streams), 60)
+        assert {end["rank"] for end in ends if end["error"] is not None} == {"0"}
+        assert all(end["done"] for end in ends if end["rank"] == "1")
+
+        def is_replaced() -> bool:
+            row = server.rank(0)
+            return bool(row["state"] == "ready" and row["epoch"] == 2)
+
+        await asyncio.to_thread(poll, is_replaced, "rank 0 has its next life", 60)
+    assert "no step" in server.rank(0)["death_cause"]
+    assert "stall" in {event["kind"] for event in server.status()["events"]}
+
+
 async def test_a_killed_rank_comes_back_with_the_next_epoch(serve: Serve, simulated: list[str], poll: Poll) -> None:
     server = serve(*simulated, "-dp", "2", "--engine-restarts", "3")
     os.kill(server.rank(1)["pid"], signal.SIGKILL)
