@@ -52,7 +52,7 @@ OPEN_TIMEOUT_S = 120.0  # the rank launcher's own bounds strike first
 FRONT_END_READY_TIMEOUT_S = 60.0
 # With no rank left the front end answers 503 with the cause for a moment, then ends by itself; this is for one that does not.
 WATCHDOG_S = 5.0
-DRAIN_MARGIN_S = 5.0  # from a front end's last answer to its exit
+DRAIN_MARGIN_S = 10.0  # from a front end's last answer to its exit: a reader that is slow with it has 5 s
 RANK_END_TIMEOUT_S = 5.0  # nothing is in flight any more
 FAILED_END_TIMEOUT_S = 2.0  # per stage, when everything has failed: 10 s for all of it, watchdog included
 
@@ -97,6 +97,7 @@ class Launcher:
         self._coordinator = make_coordinator(config.parallel)
         self._addresses: dict[int, FrontEndAddress] = {}  # of the front ends that have said hello, by index
         self._all_said_hello = asyncio.Event()
+        self._shutdown: Shutdown | None = None  # the order that front ends have been given
 
     @property
     def control_address(self) -> str:
@@ -191,6 +192,8 @@ class Launcher:
             for rank_id in self._ranks.living:
                 self._attach_front_ends(rank_id)
         self._tell_front_ends(self._ranks.snapshot())
+        if self._shutdown is not None:  # it came while this one was starting, which could not hear it
+            self._control.send(front_end_identity(address.index), self._shutdown)
 
     def _attach_front_ends(self, rank_id: RankId) -> None:
         def tell(address: FrontEndAddress) -> bool:
@@ -230,7 +233,8 @@ class Launcher:
         failed = self.failure.done()
         self._ranks.retire()
         logger.info("stopping the front end, at most %g s", drain_timeout_s)
-        self._tell_front_ends(Shutdown(drain_timeout_s))
+        self._shutdown = Shutdown(drain_timeout_s)
+        self._tell_front_ends(self._shutdown)
         await self._stop_front_ends(drain_timeout_s + (FAILED_END_TIMEOUT_S if failed else DRAIN_MARGIN_S))
         logger.info("stopping the ranks")
         for rank_id in self._ranks.living:
