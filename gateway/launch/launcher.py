@@ -35,9 +35,10 @@ from cores.messages import (
     RankId,
     RankSuspected,
     Shutdown,
+    front_end_identity,
 )  # fmt: skip
 from gateway.config import GatewayConfig
-from gateway.launch.control import ControlSocket, engine_identity, front_end_identity
+from gateway.launch.control import ControlSocket
 from gateway.launch.coordinator_process import make_coordinator
 from gateway.launch.front_end_process import HELLO_TIMEOUT_S, ChildFrontEnd, FrontEnd, ParentFrontEnd
 from gateway.launch.group_ledger import GroupLedger
@@ -198,7 +199,7 @@ class Launcher:
     def _attach_front_ends(self, rank_id: RankId) -> None:
         def tell(address: FrontEndAddress) -> bool:
             order = AttachFrontEnd(address.index, address.input_address, address.output_address)
-            return self._control.send(engine_identity(rank_id), order)
+            return self._control.send(rank_id.identity, order)
 
         self._ranks.tell_of_front_ends(rank_id, tell)
 
@@ -238,7 +239,7 @@ class Launcher:
         await self._stop_front_ends(drain_timeout_s + (FAILED_END_TIMEOUT_S if failed else DRAIN_MARGIN_S))
         logger.info("stopping the ranks")
         for rank_id in self._ranks.living:
-            self._control.send(engine_identity(rank_id), Shutdown(0.0))
+            self._control.send(rank_id.identity, Shutdown(0.0))
         await self._ranks.stop(FAILED_END_TIMEOUT_S if failed else RANK_END_TIMEOUT_S)
         await self._rank_launcher.close()
         await self._coordinator.stop()
