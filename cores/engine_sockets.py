@@ -66,7 +66,7 @@ class Sockets(Protocol):
 
 class ZmqSockets:
     def __init__(self, rank_id: RankId) -> None:
-        self._identity = f"rank-{rank_id.rank}-{rank_id.epoch}".encode()
+        self._identity = rank_id.identity
         self._context: zmq.Context[Socket] = zmq.Context()
 
     def dealer(self, address: str) -> Socket:

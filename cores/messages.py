@@ -28,6 +28,16 @@ class RankId(NamedTuple):
     def __str__(self) -> str:
         return f"rank {self.rank} (epoch {self.epoch})"
 
+    @property
+    def identity(self) -> bytes:
+        """Its name at a ROUTER: what is meant for one life cannot reach its successor."""
+        return b"rank-%d-%d" % self
+
+
+def front_end_identity(index: int) -> bytes:
+    """Its name at the launcher's ROUTER."""
+    return b"front-end-%d" % index
+
 
 class FinishReason(IntEnum):
     STOP = 0

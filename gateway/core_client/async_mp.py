@@ -181,7 +181,7 @@ class AsyncMPClient(EngineCoreClient):
         seq = life.last_seq + 1
         frame = encode(command(seq))
         try:
-            self._commands.send([life.identity, frame])
+            self._commands.send([life.rank_id.identity, frame])
         except zmq.ZMQError as error:
             raise EngineDeadError(f"{life.rank_id} cannot be reached: {error}", life.rank_id.rank, str(error)) from error
         life.last_seq = seq
@@ -233,7 +233,7 @@ class AsyncMPClient(EngineCoreClient):
             self.num_stale_frames += 1
             return
         life = self._life_for(rank, message.rank_id)
-        if identity != life.identity or life.ready is not None or life.health.state == RankState.DEAD:
+        if identity != life.rank_id.identity or life.ready is not None or life.health.state == RankState.DEAD:
             self.num_stale_frames += 1
             return
         self._on_engine_ready(life, message)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import zmq
 
 from cores.codec import CodecError, Message, decode, encode
-from cores.messages import GroupState, Shutdown
+from cores.messages import GroupState, Shutdown, front_end_identity
 from gateway.core_client.sockets import LoopSocket
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class LauncherLink:
         self._on_shutdown = on_shutdown
 
     def start(self, control_address: str, index: int) -> None:
-        self._socket.connect(control_address, identity=f"front-end-{index}".encode())
+        self._socket.connect(control_address, identity=front_end_identity(index))
         self._socket.start()
 
     def send(self, message: Message) -> None:

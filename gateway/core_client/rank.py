@@ -9,10 +9,12 @@ from balancer.rank_health import RankHealth
 from cores.messages import EngineReady, RankId, RankLoad, SchedulerStats
 from gateway.status import RankStatus
 
+MIN_RATE_INTERVAL_S = 0.4  # a heartbeat comes every 0.5 s, more or less
+
 
 @dataclass(slots=True)
 class RateMeter:
-    """Growth per second of a counter, between the last two readings at least half a second apart."""
+    """Growth per second of a counter, between the last two readings that were far enough apart to say."""
 
     value: int = 0
     at_s: float | None = None
@@ -21,7 +23,7 @@ class RateMeter:
     def read(self, value: int, now: float) -> None:
         if self.at_s is None or value < self.value:  # the first reading, or a new life
             self.value, self.at_s, self.per_s = value, now, 0.0
-        elif now - self.at_s >= 0.4:
+        elif now - self.at_s >= MIN_RATE_INTERVAL_S:
             self.per_s = (value - self.value) / (now - self.at_s)
             self.value, self.at_s = value, now
 
@@ -39,10 +41,6 @@ class RankLife:
     weight_version: int = 0
     stats: SchedulerStats = field(default_factory=SchedulerStats)
 
-    @property
-    def identity(self) -> bytes:
-        return f"rank-{self.rank_id.rank}-{self.rank_id.epoch}".encode()
-
 
 @dataclass(slots=True)
 class Rank:
@@ -51,6 +49,7 @@ class Rank:
     life: RankLife
     restarts: int = 0
     requests_total: int = 0
+    deaths: int = 0
     death_cause: str | None = None
     last_death_s: float | None = None
     past_stats: SchedulerStats = field(default_factory=SchedulerStats)  # of the lives before
@@ -67,6 +66,7 @@ class Rank:
         self.generation_rate.read(stats.num_generation_tokens, now)
 
     def on_death(self, cause: str, now: float) -> None:
+        self.deaths += 1
         self.death_cause, self.last_death_s = cause, now
         self.prompt_rate, self.generation_rate = RateMeter(), RateMeter()
 
@@ -108,4 +108,5 @@ class Rank:
             prefix_cache_queries=lifetime.prefix_cache_queries,
             prefix_cache_hits=lifetime.prefix_cache_hits,
             preemptions=lifetime.num_preemptions,
+            deaths=self.deaths,
         )

@@ -9,21 +9,12 @@ from collections.abc import Callable
 import zmq
 
 from cores.codec import MAX_FRAME_BYTES, Message, decode, encode
-from cores.messages import RankId
 
 logger = logging.getLogger(__name__)
 
 LINGER_MS = 200  # an order to end is worth a moment
 
 OnMessage = Callable[[bytes, Message], None]
-
-
-def front_end_identity(index: int) -> bytes:
-    return b"front-end-%d" % index
-
-
-def engine_identity(rank_id: RankId) -> bytes:
-    return b"rank-%d-%d" % rank_id
 
 
 class ControlSocket:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,12 +15,13 @@ from cores.config import FrontEndAddress, to_plain
 from cores.launch.child_process import ChildProcess
 from cores.messages import FrontEndFailed, FrontEndHello, FrontEndReady
 from gateway.config import GatewayConfig
+from gateway.launch.restart_budget import RestartBudget
 
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 60.0  # imports and a large tokenizer on a busy machine
-MAX_RESTARTS = 5
-BACKOFF_S = 0.5
+MAX_RESTARTS = 5  # within ten minutes
+FIRST_BACKOFF_S = 0.5
 
 OnHello = Callable[[FrontEndAddress], None]
 
@@ -109,16 +112,20 @@ class ChildFrontEnd:
                 self._fail(cause)
 
     async def _run(self) -> None:
-        for life in range(1, MAX_RESTARTS + 2):
+        budget = RestartBudget(MAX_RESTARTS, FIRST_BACKOFF_S)
+        for life in itertools.count(1):
             cause = await self._live(life)
             if self._stopping:
                 return
             if not self.ready.is_set():
                 self._fail(f"the front end did not start: {cause}")
                 return
+            delay_s = budget.take(time.monotonic())
+            if delay_s is None:
+                self._fail(f"the front end died more than {MAX_RESTARTS} times within ten minutes, the last time: {cause}")
+                return
             logger.error("the front end died, the ranks go on: %s", cause)
-            await asyncio.sleep(BACKOFF_S * life)
-        self._fail(f"the front end died {MAX_RESTARTS + 1} times, the last time: {cause}")
+            await asyncio.sleep(delay_s)
 
     async def _live(self, life: int) -> str:
         """One life. Returns the cause of its end."""
@@ -166,6 +173,9 @@ class ChildFrontEnd:
             logger.warning("the front end did not end in time and was killed")
         if self._task is not None:
             self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._child is not None:
+            await self._child.kill()  # a life that began while the one before was waited for
 
 
 def _address(hello: FrontEndHello) -> FrontEndAddress:

@@ -9,13 +9,12 @@ Rules
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cores.messages import GroupState, RankId, RankRecord
+from gateway.launch.restart_budget import RestartBudget
 
-RESTART_WINDOW_S = 600.0
 FIRST_BACKOFF_S = 1.0
 
 _TRANSITIONS = {
@@ -53,21 +52,20 @@ Verdict = Restart | StartFailed | GivenUp
 
 @dataclass(slots=True)
 class _Rank:
+    budget: RestartBudget
     epoch: int = 0
     state: str = "new"
     cause: str | None = None
     pid: int | None = None
     restart_pending: bool = False
     restarts: int = 0
-    recent_restarts_s: deque[float] = field(default_factory=deque)
 
 
 class GroupLedger:
     """The group's state machine. Times are monotonic seconds."""
 
     def __init__(self, ranks: Iterable[int], max_restarts: int) -> None:
-        self._ranks = {rank: _Rank() for rank in ranks}
-        self._max_restarts = max_restarts
+        self._ranks = {rank: _Rank(RestartBudget(max_restarts, FIRST_BACKOFF_S)) for rank in ranks}
         self._was_up = False
         self._seq = 0
         self.failed: str | None = None  # the start failed, or no rank is left
@@ -121,24 +119,20 @@ class GroupLedger:
 
     def retire(self) -> None:
         """The group is being shut down: no rank gets another life."""
-        self._max_restarts = 0
         for r in self._ranks.values():
             r.restart_pending = False
-            r.recent_restarts_s.clear()
+            r.budget = RestartBudget(0, FIRST_BACKOFF_S)
         if self._is_nobody_left():
             self.failed = self.failed or "all ranks were dead when the group was shut down"
         self._seq += 1
 
     def _restart_or_give_up(self, rank: int, now: float) -> Verdict:
         r = self._ranks[rank]
-        while r.recent_restarts_s and r.recent_restarts_s[0] <= now - RESTART_WINDOW_S:
-            r.recent_restarts_s.popleft()
-        num_recent = len(r.recent_restarts_s)
-        if num_recent < self._max_restarts:
-            r.recent_restarts_s.append(now)
+        delay_s = r.budget.take(now)
+        if delay_s is not None:
             r.restarts += 1
             r.restart_pending = True
-            return Restart(FIRST_BACKOFF_S * 2**num_recent)
+            return Restart(delay_s)
         is_last = self._is_nobody_left()
         if is_last:
             self.failed = f"no rank is left; rank {rank} was the last to die: {r.cause}"
@@ -161,7 +155,7 @@ class GroupLedger:
     def check_invariants(self) -> None:
         for rank, r in self._ranks.items():
             assert r.epoch >= r.restarts, f"rank {rank}: more restarts than lives"
-            assert len(r.recent_restarts_s) <= self._max_restarts, f"rank {rank} was restarted too often"
+            r.budget.check_invariants()
             assert r.state == "dead" or not r.restart_pending, f"rank {rank} is alive and awaits a restart"
             assert (r.state == "new") == (r.epoch == 0), f"rank {rank}: state {r.state} in epoch {r.epoch}"
         assert not self._is_nobody_left() or self.failed is not None, "no rank is left and nobody says why"

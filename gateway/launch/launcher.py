@@ -36,9 +36,10 @@ from cores.messages import (
     RankStalled,
     RankSuspected,
     Shutdown,
+    front_end_identity,
 )  # fmt: skip
 from gateway.config import GatewayConfig
-from gateway.launch.control import ControlSocket, engine_identity, front_end_identity
+from gateway.launch.control import ControlSocket
 from gateway.launch.coordinator_process import make_coordinator
 from gateway.launch.front_end_process import HELLO_TIMEOUT_S, ChildFrontEnd, FrontEnd, ParentFrontEnd
 from gateway.launch.group_ledger import GroupLedger
@@ -53,7 +54,7 @@ OPEN_TIMEOUT_S = 120.0  # the rank launcher's own bounds strike first
 FRONT_END_READY_TIMEOUT_S = 60.0
 # With no rank left the front end answers 503 with the cause for a moment, then ends by itself; this is for one that does not.
 WATCHDOG_S = 5.0
-DRAIN_MARGIN_S = 5.0  # from a front end's last answer to its exit
+DRAIN_MARGIN_S = 10.0  # from a front end's last answer to its exit: a reader that is slow with it has 5 s
 RANK_END_TIMEOUT_S = 5.0  # nothing is in flight any more
 FAILED_END_TIMEOUT_S = 2.0  # per stage, when everything has failed: 10 s for all of it, watchdog included
 
@@ -98,6 +99,7 @@ class Launcher:
         self._coordinator = make_coordinator(config.parallel)
         self._addresses: dict[int, FrontEndAddress] = {}  # of the front ends that have said hello, by index
         self._all_said_hello = asyncio.Event()
+        self._shutdown: Shutdown | None = None  # the order that front ends have been given
 
     @property
     def control_address(self) -> str:
@@ -192,11 +194,13 @@ class Launcher:
             for rank_id in self._ranks.living:
                 self._attach_front_ends(rank_id)
         self._tell_front_ends(self._ranks.snapshot())
+        if self._shutdown is not None:  # it came while this one was starting, which could not hear it
+            self._control.send(front_end_identity(address.index), self._shutdown)
 
     def _attach_front_ends(self, rank_id: RankId) -> None:
         def tell(address: FrontEndAddress) -> bool:
             order = AttachFrontEnd(address.index, address.input_address, address.output_address)
-            return self._control.send(engine_identity(rank_id), order)
+            return self._control.send(rank_id.identity, order)
 
         self._ranks.tell_of_front_ends(rank_id, tell)
 
@@ -231,11 +235,12 @@ class Launcher:
         failed = self.failure.done()
         self._ranks.retire()
         logger.info("stopping the front end, at most %g s", drain_timeout_s)
-        self._tell_front_ends(Shutdown(drain_timeout_s))
+        self._shutdown = Shutdown(drain_timeout_s)
+        self._tell_front_ends(self._shutdown)
         await self._stop_front_ends(drain_timeout_s + (FAILED_END_TIMEOUT_S if failed else DRAIN_MARGIN_S))
         logger.info("stopping the ranks")
         for rank_id in self._ranks.living:
-            self._control.send(engine_identity(rank_id), Shutdown(0.0))
+            self._control.send(rank_id.identity, Shutdown(0.0))
         await self._ranks.stop(FAILED_END_TIMEOUT_S if failed else RANK_END_TIMEOUT_S)
         await self._rank_launcher.close()
         await self._coordinator.stop()

@@ -40,7 +40,8 @@ async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """A signal and no line of `edge`: the headers of a stream are gone before its handler returns."""
-    response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
+    # aiohttp refuses an unknown `Expect` by itself: then `edge` has not seen the request.
+    response.headers[REQUEST_ID_HEADER] = request.get(REQUEST_ID) or uuid.uuid4().hex
     response.headers["Server"] = SERVER_NAME
 
 

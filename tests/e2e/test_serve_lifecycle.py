@@ -73,6 +73,16 @@ def test_signal_while_ranks_are_loading_ends_it_with_code_0(marked: MarkedRun, s
     assert marked.leftovers() == []
 
 
+def test_signal_before_the_front_end_listens_does_not_wait_for_the_drain_timeout(
+    marked: MarkedRun, simulated: list[str]
+) -> None:
+    serve = marked.start(*simulated, "--port", "0", "--shutdown-timeout", "10000")
+    poll_until(lambda: psutil.Process(serve.pid).children(), "the front end's process exists")
+    serve.terminate()
+    assert serve.wait(END_TIMEOUT_S) == 0
+    assert marked.leftovers() == []
+
+
 def test_second_signal_ends_the_drain_at_once(marked: MarkedRun, simulated: list[str]) -> None:
     serve = marked.start(*simulated, "step_ms=1000", "--port", "0", "--shutdown-timeout", "10000")
     begin_endless_request(marked.url)

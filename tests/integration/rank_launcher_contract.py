@@ -19,7 +19,7 @@ from cores.config import EngineConfig, EngineLaunch, FrontEndAddress, SimulatedC
 from cores.launch.interface import RankLauncher
 from cores.messages import EngineCoreDead, EngineReady, RankId, Shutdown
 from cores.testing import make_tiny_model_dir
-from gateway.launch.control import ControlSocket, engine_identity
+from gateway.launch.control import ControlSocket
 
 M = TypeVar("M", bound=Message)
 
@@ -107,7 +107,7 @@ class RankLauncherContract:
     async def test_ordered_end_has_no_cause(self, launcher: RankLauncher, place: Workplace) -> None:
         handle = await launcher.start(place.launch())
         await place.until(EngineReady)
-        assert place.control.send(engine_identity(RankId(0, 1)), Shutdown(0.0))
+        assert place.control.send(RankId(0, 1).identity, Shutdown(0.0))
         end = await asyncio.wait_for(handle.wait(), DEADLINE_S)
         assert (end.cause, end.abrupt) == ("", False)
         assert not psutil.pid_exists(handle.pid or 0)

@@ -9,8 +9,8 @@ import zmq
 import zmq.asyncio
 
 from cores.codec import Message, decode, encode
-from cores.messages import EngineStarting, RankDied, RankId, Shutdown
-from gateway.launch.control import ControlSocket, engine_identity, front_end_identity
+from cores.messages import EngineStarting, RankDied, RankId, Shutdown, front_end_identity
+from gateway.launch.control import ControlSocket
 
 DEADLINE_S = 20.0
 
@@ -59,7 +59,7 @@ async def place() -> AsyncIterator[Place]:
 
 
 async def test_messages_arrive_with_the_name_of_their_sender_and_answers_go_back(place: Place) -> None:
-    peer = place.peer(engine_identity(RankId(3, 2)))
+    peer = place.peer(RankId(3, 2).identity)
     starting = EngineStarting(RankId(3, 2), 1, "loading")
     await peer.send(encode(starting))
     await place.until(1)

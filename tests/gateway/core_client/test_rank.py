@@ -17,6 +17,7 @@ def test_counters_never_go_back_over_a_restart() -> None:
     rank.on_stats(SchedulerStats(num_generation_tokens=100, num_prompt_tokens=7), now=1.0)
     rank.on_death("killed", now=2.0)
     rank.begin_life(make_life(2))
+    assert rank.status(now=2.5, ledger_tokens=0).deaths == 1
     assert rank.stats.num_generation_tokens == 100
     rank.on_stats(SchedulerStats(num_generation_tokens=5, num_prompt_tokens=1), now=3.0)
     assert rank.stats.num_generation_tokens == 105

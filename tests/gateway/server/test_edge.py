@@ -54,6 +54,14 @@ async def test_a_request_id_that_cannot_be_echoed_is_refused(serve: Any, bad: st
     assert json.loads(body)["error"]["param"] == "X-Request-Id"
 
 
+async def test_an_expectation_that_nobody_knows_is_refused_and_not_just_hung_up_on(serve: Any) -> None:
+    served = await serve()
+    request = f"POST {CHAT} HTTP/1.1\r\nHost: t\r\nExpect: wonders\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{{}}"
+    head, _ = await answer_to(served, request.encode())
+    assert head.startswith(b"HTTP/1.1 417")
+    assert b"X-Request-Id: " in head
+
+
 async def test_routing_headers_reach_the_engine(serve: Any) -> None:
     served = await serve()
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -1,0 +1,29 @@
+"""How often something that dies may begin again, and how long to wait before each time. Pure: `now` comes in."""
+
+from __future__ import annotations
+
+from collections import deque
+
+WINDOW_S = 600.0
+
+
+class RestartBudget:
+    """At most `max_restarts` within ten minutes; the wait doubles with each one that these remember."""
+
+    def __init__(self, max_restarts: int, first_delay_s: float) -> None:
+        self._max_restarts = max_restarts
+        self._first_delay_s = first_delay_s
+        self._recent_s: deque[float] = deque()
+
+    def take(self, now: float) -> float | None:
+        """One restart: how long to wait before it. None if there is none left."""
+        while self._recent_s and self._recent_s[0] <= now - WINDOW_S:
+            self._recent_s.popleft()
+        if len(self._recent_s) >= self._max_restarts:
+            return None
+        self._recent_s.append(now)
+        return float(self._first_delay_s * 2 ** (len(self._recent_s) - 1))
+
+    def check_invariants(self) -> None:
+        assert len(self._recent_s) <= self._max_restarts
+        assert list(self._recent_s) == sorted(self._recent_s)
