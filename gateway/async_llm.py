@@ -29,9 +29,10 @@ from cores.sampling_params import SamplingParams
 from gateway.admission import Admission, OneFrontEnd, Usage, UsageSlots
 from gateway.config import GatewayConfig
 from gateway.core_client import AsyncMPClient, make_async_mp_client
-from gateway.core_client.base import EngineDied, EngineFailed, FrontEndPlace
+from gateway.core_client.base import EngineDied, EngineFailed, FrontEndPlace, RanksChanged, SentRequest
 from gateway.engine_client import EngineClient, ModelConfig, Prompt
 from gateway.errors import EngineDeadError, GatewayError, InvalidRequestError, OverloadedError
+from gateway.failover import Failover
 from gateway.input_processor import InputProcessor
 from gateway.loop_lag import LoopLag
 from gateway.models import resolve_model
@@ -69,6 +70,7 @@ class AsyncLLM(EngineClient):
         self.input_processor = InputProcessor(model_config, renderer, rng or random.Random())
         self.output_processor = OutputProcessor(renderer.tokenizer)
         self.core_client = core_client
+        self.failover = Failover(core_client, self.output_processor, is_enabled=config.fault.failover)
         self.loop_lag = LoopLag(clock)
         self._clock = clock
         self._started_s = clock()
@@ -232,8 +234,7 @@ class AsyncLLM(EngineClient):
                 )
                 handles.append(handle)
                 child = dataclasses.replace(request, handle=handle, sampling_params=child_params)
-                rank_id = self.core_client.add_request(child, routing)
-                self.output_processor.set_rank(handle, rank_id.rank)
+                self._send_or_wait(SentRequest(child, routing))
         except BaseException as error:
             self.output_processor.remove(handles)
             self.core_client.abort_requests(handles)  # of those that were sent
@@ -241,6 +242,16 @@ class AsyncLLM(EngineClient):
                 self.admission.num_rejected += 1
             raise
         self._num_requests += 1
+
+    def _send_or_wait(self, sent: SentRequest) -> None:
+        try:
+            rank_id = self.core_client.add_request(sent)
+        except OverloadedError:
+            if not (self.config.fault.failover and self.core_client.awaits_restart):
+                raise
+            self.failover.wait(sent)
+        else:
+            self.output_processor.set_rank(sent.request.handle, rank_id.rank)
 
     async def abort(self, request_id: str) -> None:
         self._abort(request_id)
@@ -299,7 +310,10 @@ class AsyncLLM(EngineClient):
                     self.core_client.on_utility_result(result)
                 case EngineDied() as died:
                     self._handle_death(died)
+                case RanksChanged():
+                    self.failover.resume()
                 case EngineFailed(cause):
+                    self.failover.forget()
                     self.output_processor.fail_all(EngineDeadError(f"the engine is dead: {cause}", cause=cause))
 
     async def _handle_batch(self, outputs: EngineCoreOutputs) -> None:
@@ -314,10 +328,13 @@ class AsyncLLM(EngineClient):
             await asyncio.sleep(0)
 
     def _handle_death(self, died: EngineDied) -> None:
-        handles = self.core_client.on_engine_died(died)
-        error = EngineDeadError(f"{died.rank_id} died: {died.cause}", died.rank_id.rank, died.cause)
-        siblings = self.output_processor.fail(handles, error)
-        self.core_client.abort_requests(siblings)  # of n > 1, on ranks that live on
+        num_moved = self.failover.num_moved
+        lost = self.failover.on_death(self.core_client.on_engine_died(died))
+        self.core_client.note_moved(died, self.failover.num_moved - num_moved, len(lost))
+        for handle, reason in lost.items():
+            text = f"{died.rank_id} died: {died.cause}" + (f"; {reason}" if reason else "")
+            siblings = self.output_processor.fail([handle], EngineDeadError(text, died.rank_id.rank, died.cause))
+            self.core_client.abort_requests(siblings)  # of n > 1, on ranks that live on
 
     def _on_handler_done(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
@@ -376,6 +393,7 @@ class AsyncLLM(EngineClient):
             index=self.core_client.place.index,
             pid=os.getpid(),
             in_flight=self.output_processor.num_unfinished,
+            queued=self.failover.num_waiting,
             event_loop_lag_ms=self.loop_lag.worst_ms,
         )
         totals = Totals(
@@ -383,6 +401,7 @@ class AsyncLLM(EngineClient):
             aborted=counters.aborted,
             failed=counters.failed,
             rejected=self.admission.num_rejected,
+            moved=self.failover.num_moved,
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
         )

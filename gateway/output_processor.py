@@ -167,6 +167,15 @@ class OutputProcessor:
         """Sequences in flight."""
         return len(self._states)
 
+    def accepted_token_ids(self, handle: int) -> list[int] | None:
+        """All tokens that its rank was seen to generate, also those whose text is held back; None once it has ended."""
+        state = self._states.get(handle)
+        return None if state is None else state.accepted
+
+    def note_move(self, handle: int) -> None:
+        """The sequence goes on at another rank."""
+        self._states[handle].stream.stats.num_moves += 1
+
     def handles_of(self, internal_id: str) -> list[int]:
         """Of the sequences that have not ended; none for an unknown id."""
         stream = self._streams.get(internal_id)
@@ -241,6 +250,7 @@ class OutputProcessor:
                 if times is not None:
                     times.inter_token_s.append(now - state.last_token_s)
                     state.last_token_s = now
+                state.accepted.append(token_ids[offset])
                 text, ids = state.push_one(token_ids[offset])
                 if state.detokenizer.stop_string is not None:
                     state.add(text, ids)

@@ -82,8 +82,8 @@ class RequestState:
 
     __slots__ = (
         "_entries", "_has_new", "_include_stop", "_logprobs", "_output_kind", "_stop_token_ids", "_text", "_token_ids",
-        "_tokenizer", "_wants_logprobs", "can_be_plain", "detokenizer", "handle", "has_tokens", "index", "is_delta", "is_plain",
-        "last_token_s", "push_one", "stream",
+        "_tokenizer", "_wants_logprobs", "accepted", "can_be_plain", "detokenizer", "handle", "has_tokens", "index",
+        "is_delta", "is_plain", "last_token_s", "push_one", "stream",
     )  # fmt: skip
 
     def __init__(self, handle: int, index: int, tokenizer: Tokenizer, params: SamplingParams, stream: RequestStream) -> None:
@@ -92,6 +92,7 @@ class RequestState:
         self.stream = stream
         self.has_tokens = False  # the first has come
         self.last_token_s = 0.0
+        self.accepted: list[int] = []  # tokens from engines, so that another one can go on from here
         self._tokenizer = tokenizer
         self.detokenizer = IncrementalDetokenizer(tokenizer, params, stream.prompt_token_ids)
         self.push_one = self.detokenizer.push
@@ -123,6 +124,7 @@ class RequestState:
         """Takes the new tokens of one row, up to a stop string. The number taken."""
         hides_last = finished is not None and self._ends_in_hidden_token(token_ids, finished)
         for i, token_id in enumerate(token_ids):
+            self.accepted.append(token_id)
             if self._wants_logprobs:
                 self._entries.append(position_logprobs(self._tokenizer, token_id, logprobs[i]))
             if hides_last and i == len(token_ids) - 1:

@@ -29,7 +29,15 @@ from balancer.rank_health import RankHealth, RankState
 from cores import messages as m
 from cores.codec import CodecError, decode, encode
 from gateway.config import GatewayConfig
-from gateway.core_client.base import EngineCoreClient, EngineDied, EngineFailed, FrontEndPlace, Received
+from gateway.core_client.base import (
+    EngineCoreClient,
+    EngineDied,
+    EngineFailed,
+    FrontEndPlace,
+    RanksChanged,
+    Received,
+    SentRequest,
+)
 from gateway.core_client.launcher_link import LauncherLink
 from gateway.core_client.rank import Rank, RankLife
 from gateway.core_client.sockets import LoopSocket, ipc_address
@@ -69,6 +77,8 @@ class AsyncMPClient(EngineCoreClient):
         self._all_ready = asyncio.Event()
         self._failure: str | None = None
         self._last_handle = 0
+        self._sent: dict[int, SentRequest] = {}  # what ranks have of us, to give it to another
+        self._last_eligible: set[m.RankId] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -121,19 +131,21 @@ class AsyncMPClient(EngineCoreClient):
         self._last_handle += 1
         return self._last_handle
 
-    def add_request(self, request: m.EngineCoreRequest, routing: RoutingRequest) -> m.RankId:
+    def add_request(self, sent: SentRequest) -> m.RankId:
         # Atomic on the loop: choosing, booking and sending must not be split by an await, or a burst would choose alike.
-        now = self._clock()
-        rank_id = self._choose(routing, now)
-        life = self._ranks[rank_id.rank].life
-        self.ledger.book(request.handle, rank_id, routing.num_prompt_tokens)
+        request, now = sent.request, self._clock()
+        rank_id = self._choose(sent.routing, now)
+        rank, life = self._ranks[rank_id.rank], self._ranks[rank_id.rank].life
+        self.ledger.book(request.handle, rank_id, sent.routing.num_prompt_tokens)
         try:
             seq = self._send(life, lambda seq: m.AddRequest(seq, request))
         except BaseException:
             self.ledger.release(request.handle)
             raise
         self.ledger.on_sent(request.handle, seq)
-        self._ranks[rank_id.rank].requests_total += 1
+        self._sent[request.handle] = sent
+        rank.requests_total += 1
+        rank.requests_moved_in += sent.num_moves > 0
         return rank_id
 
     def _choose(self, routing: RoutingRequest, now: float) -> m.RankId:
@@ -170,11 +182,15 @@ class AsyncMPClient(EngineCoreClient):
             with contextlib.suppress(EngineDeadError):  # a rank that is gone needs no abort
                 abort_seq = self._send(life, lambda seq: m.AbortRequests(seq, handles))
         for handle in handles:
-            self.ledger.release(handle, abort_seq)
+            self._release(handle, abort_seq)
 
     def release(self, handles: Collection[int]) -> None:
         for handle in handles:
-            self.ledger.release(handle)
+            self._release(handle)
+
+    def _release(self, handle: int, abort_seq: int | None = None) -> None:
+        self.ledger.release(handle, abort_seq)
+        self._sent.pop(handle, None)
 
     def _send(self, life: RankLife, command: Callable[[int], m.Command]) -> int:
         """Sends one command and returns its sequence number, which counts only if the send succeeds."""
@@ -248,6 +264,14 @@ class AsyncMPClient(EngineCoreClient):
         text = f"epoch {life.rank_id.epoch} is ready on {ready.node}, {ready.device}, pid {ready.pid}"
         self.events.add("ready", life.rank_id.rank, text, now)
         self._check_all_ready()
+        self._note_eligible()
+
+    def _note_eligible(self) -> None:
+        """Tells the output handler when there is a rank more to choose from: something may wait for it."""
+        eligible = set(self.eligible)
+        if not eligible <= self._last_eligible:
+            self._received.put_nowait(RanksChanged())
+        self._last_eligible = eligible
 
     def _check_all_ready(self) -> None:
         """A rank that the launcher has given up is not waited for by a front end that starts later."""
@@ -321,9 +345,17 @@ class AsyncMPClient(EngineCoreClient):
         if tell_launcher:
             self._link.send(m.RankDied(rank_id, headline))
 
-    def on_engine_died(self, died: EngineDied) -> list[int]:
+    def on_engine_died(self, died: EngineDied) -> list[SentRequest]:
         self._utilities.on_engine_died(died.rank_id, died.cause)
-        return self.ledger.remove_rank(died.rank_id)
+        return [self._sent.pop(handle) for handle in self.ledger.remove_rank(died.rank_id)]
+
+    def note_moved(self, died: EngineDied, num_moved: int, num_lost: int) -> None:
+        """For the counters and the event log."""
+        self._ranks[died.rank_id.rank].requests_moved_away += num_moved
+        if num_moved:
+            lost = f", {num_lost} failed" if num_lost else ""
+            text = f"{num_moved} requests of epoch {died.rank_id.epoch} go on elsewhere{lost}"
+            self.events.add("move", died.rank_id.rank, text, self._clock())
 
     def _life_for(self, rank: Rank, rank_id: m.RankId) -> RankLife:
         """The rank's life of that epoch; a newer epoch than known begins one, and ends the older if nobody said so."""
@@ -352,6 +384,7 @@ class AsyncMPClient(EngineCoreClient):
                 for rank in self._ranks.values():
                     self._check_silence(rank.life, now)
             looked_s = now
+            self._note_eligible()
             if self.embedded is not None and self.embedded.exit_code is not None and self._failure is None:
                 self._fail(f"the launcher ended with exit code {self.embedded.exit_code}")
 
@@ -387,6 +420,11 @@ class AsyncMPClient(EngineCoreClient):
     @property
     def failure(self) -> str | None:
         return self._failure
+
+    @property
+    def awaits_restart(self) -> bool:
+        is_serving = any(rank.life.health.is_serving for rank in self._ranks.values())
+        return not is_serving and self._failure is None and self._config.fault.engine_restarts > 0
 
     @property
     def link(self) -> LauncherLink:

@@ -32,13 +32,27 @@ class EngineDied:
 
 
 @dataclass(frozen=True, slots=True)
+class RanksChanged:
+    """A rank takes requests again, or for the first time."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineFailed:
     """No rank is left and none will come back."""
 
     cause: str
 
 
-Received = EngineCoreOutputs | UtilityResult | EngineDied | EngineFailed
+Received = EngineCoreOutputs | UtilityResult | EngineDied | RanksChanged | EngineFailed
+
+
+@dataclass(frozen=True, slots=True)
+class SentRequest:
+    """A request as it was given to a rank, and for how many deaths of ranks it was there."""
+
+    request: EngineCoreRequest
+    routing: RoutingRequest
+    num_moves: int = 0
 
 
 class EngineCoreClient(ABC):
@@ -56,7 +70,7 @@ class EngineCoreClient(ABC):
         """Never used twice."""
 
     @abstractmethod
-    def add_request(self, request: EngineCoreRequest, routing: RoutingRequest) -> RankId:
+    def add_request(self, sent: SentRequest) -> RankId:
         """Chooses a rank, books the request there and sends it; returns the rank. All or nothing.
 
         Raises `OverloadedError` when no rank is eligible now, `EngineDeadError` when none will be, `InvalidRequestError` for an
@@ -76,8 +90,13 @@ class EngineCoreClient(ABC):
         """The next thing that any rank said, in the order of arrival."""
 
     @abstractmethod
-    def on_engine_died(self, died: EngineDied) -> list[int]:
-        """Closes the books of a dead rank and returns the handles that it held."""
+    def on_engine_died(self, died: EngineDied) -> list[SentRequest]:
+        """Closes the books of a dead rank and returns what it held."""
+
+    @property
+    @abstractmethod
+    def awaits_restart(self) -> bool:
+        """No rank serves, but one will."""
 
     @abstractmethod
     async def call_utility(self, method: str, *args: Any, timeout_s: float | None = None) -> dict[int, Any]:

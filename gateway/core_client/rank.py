@@ -49,6 +49,8 @@ class Rank:
     life: RankLife
     restarts: int = 0
     requests_total: int = 0
+    requests_moved_away: int = 0
+    requests_moved_in: int = 0
     deaths: int = 0
     death_cause: str | None = None
     last_death_s: float | None = None
@@ -100,6 +102,8 @@ class Rank:
             ledger_tokens=ledger_tokens,
             restarts=self.restarts,
             requests_total=self.requests_total,
+            requests_moved_away=self.requests_moved_away,
+            requests_moved_in=self.requests_moved_in,
             last_death_s_ago=None if self.last_death_s is None else round(now - self.last_death_s, 3),
             death_cause=self.death_cause,
             weight_version=life.weight_version,

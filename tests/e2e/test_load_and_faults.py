@@ -92,30 +92,71 @@ async def read_to_the_end(session: aiohttp.ClientSession, url: str, started: asy
     return {"rank": rank, "text": text, "reason": reason, "error": error, "done": done}
 
 
-async def test_kill_9_of_one_of_two_ranks_ends_its_own_requests_only(serve: Serve, simulated: list[str], poll: Poll) -> None:
+async def start_streams(
+    session: aiohttp.ClientSession, url: str, count: int, **fields: Any
+) -> list[asyncio.Task[dict[str, Any]]]:
+    """Streams that all have begun; every other one is sampled."""
+    started = [asyncio.Event() for _ in range(count)]
+    streams = [asyncio.create_task(read_to_the_end(session, url, e, **stream(i), **fields)) for i, e in enumerate(started)]
+    await asyncio.wait_for(asyncio.gather(*(event.wait() for event in started)), 30)
+    return streams
+
+
+def stream(i: int) -> dict[str, Any]:
+    sampling = {"temperature": 0.9, "seed": i} if i % 2 else {"temperature": 0}
+    return {"prompt": f"stream {i}", **sampling}
+
+
+async def test_kill_9_of_a_rank_costs_no_stream_a_token(serve: Serve, simulated: list[str], poll: Poll) -> None:
     server = serve(*simulated, "-dp", "2", "--engine-restarts", "0")
     async with client_session() as session:
-        started = [asyncio.Event() for _ in range(8)]
-        streams = [
-            asyncio.create_task(read_to_the_end(session, server.url, event, max_tokens=600, prompt=f"stream {i}"))
-            for i, event in enumerate(started)
-        ]
-        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in started)), 30)
+        undisturbed = await asyncio.gather(*(whole(session, server.url, max_tokens=600, **stream(i)) for i in range(16)))
+        streams = await start_streams(session, server.url, 16, max_tokens=600)
         os.kill(server.rank(0)["pid"], signal.SIGKILL)
         await asyncio.to_thread(poll, lambda: server.rank(0)["state"] == "dead", "rank 0 is shown dead", 20)
         ends = await asyncio.gather(*streams)
-        lost = [end for end in ends if end["rank"] == "0"]
-        kept = [end for end in ends if end["rank"] == "1"]
-        assert len(lost) + len(kept) == 8
-        assert lost
-        assert kept
-        assert all(end["error"] is not None and "rank 0" in end["error"]["message"] and not end["done"] for end in lost)
-        assert all(end["reason"] == "length" and end["done"] and end["error"] is None for end in kept)
-        assert "signal" in server.rank(0)["death_cause"].lower() or "9" in server.rank(0)["death_cause"]
+        assert [end["text"] for end in ends] == [answer["choices"][0]["text"] for answer in undisturbed]
+        assert all(end["reason"] == "length" and end["done"] for end in ends)
+        assert "signal 9" in server.rank(0)["death_cause"]
         after = await asyncio.gather(*(whole(session, server.url, max_tokens=3) for _ in range(6)))
     assert {a["rank"] for a in after} == {"1"}
     assert server.get("/health").status_code == 200
-    assert server.status()["state"] == "degraded"
+    status = server.status()
+    assert status["state"] == "degraded"
+    assert status["totals"]["failed"] == 0
+    assert status["totals"]["moved"] == status["ranks"][0]["requests_moved_away"] == status["ranks"][1]["requests_moved_in"] > 0
+    assert {"death", "move"} <= {event["kind"] for event in status["events"]}
+
+
+async def test_requests_of_the_only_rank_wait_for_its_next_life_and_so_do_new_ones(
+    serve: Serve, simulated: list[str], poll: Poll
+) -> None:
+    server = serve(*simulated)
+    async with client_session() as session:
+        undisturbed = await asyncio.gather(*(whole(session, server.url, max_tokens=400, **stream(i)) for i in range(6)))
+        streams = await start_streams(session, server.url, 6, max_tokens=400)
+        os.kill(server.rank(0)["pid"], signal.SIGKILL)
+        await asyncio.to_thread(poll, lambda: server.get("/health").status_code == 503, "/health says 503", 20)
+        late = await whole(session, server.url, max_tokens=400, **stream(0))
+        ends = await asyncio.gather(*streams)
+    assert [end["text"] for end in ends] == [answer["choices"][0]["text"] for answer in undisturbed]
+    assert late["choices"][0]["text"] == undisturbed[0]["choices"][0]["text"]
+    assert server.rank(0)["epoch"] == 2
+    assert server.get("/health").status_code == 200
+
+
+async def test_without_failover_a_dead_rank_ends_its_own_requests_only(serve: Serve, simulated: list[str]) -> None:
+    server = serve(*simulated, "-dp", "2", "--engine-restarts", "0", "--no-failover")
+    async with client_session() as session:
+        streams = await start_streams(session, server.url, 8, max_tokens=600)
+        os.kill(server.rank(0)["pid"], signal.SIGKILL)
+        ends = await asyncio.gather(*streams)
+    lost = [end for end in ends if end["rank"] == "0"]
+    kept = [end for end in ends if end["rank"] == "1"]
+    assert lost
+    assert kept
+    assert all(end["error"] is not None and "rank 0" in end["error"]["message"] and not end["done"] for end in lost)
+    assert all(end["reason"] == "length" and end["done"] and end["error"] is None for end in kept)
     assert server.status()["totals"]["failed"] == len(lost)
 
 
@@ -160,8 +201,7 @@ async def test_a_rank_stopped_with_work_is_noticed_by_its_progress_killed_and_re
         await asyncio.wait_for(asyncio.gather(*(event.wait() for event in started)), 30)
         os.kill(server.rank(0)["pid"], signal.SIGSTOP)
         ends = await asyncio.wait_for(asyncio.gather(*streams), 60)
-        assert {end["rank"] for end in ends if end["error"] is not None} == {"0"}
-        assert all(end["done"] for end in ends if end["rank"] == "1")
+        assert all(end["done"] and end["reason"] == "length" for end in ends)
 
         def is_replaced() -> bool:
             row = server.rank(0)

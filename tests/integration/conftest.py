@@ -32,13 +32,15 @@ async def start(model: Path) -> AsyncIterator[Start]:
             step_ms: float = 1.0,
             fault: str = "",
             engine_settings: dict[str, Any] | None = None,
+            fault_tolerance: FaultConfig | None = None,
             **parts: Any,
         ) -> AsyncLLM:
             simulated = SimulatedConfig(step_ms=step_ms, fault=fault)
             config = GatewayConfig(
                 engine=EngineConfig(model=str(model), engine="simulated", simulated=simulated, **engine_settings or {}),
                 parallel=ParallelConfig(data_parallel_size=num_ranks, data_parallel_backend="mp"),
-                **{"fault": FaultConfig(engine_restarts=0)} | parts,
+                fault=fault_tolerance or FaultConfig(engine_restarts=0),
+                **parts,
             )
             llm = await AsyncLLM.from_config(config)
             stack.push_async_callback(llm.shutdown)

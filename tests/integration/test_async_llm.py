@@ -143,8 +143,8 @@ async def test_a_failed_request_fails_alone(start: Start) -> None:
     assert (await collect(llm, "x", params(3)))[-1].finished
 
 
-async def test_a_killed_rank_fails_its_requests_after_their_last_token_and_no_others(start: Start) -> None:
-    llm = await start(2, step_ms=3)
+async def test_without_failover_a_killed_rank_fails_its_requests_after_their_last_token_and_no_others(start: Start) -> None:
+    llm = await start(2, step_ms=3, fault_tolerance=FaultConfig(engine_restarts=0, failover=False))
     tokens: dict[int, int] = {}
 
     async def read(i: int, rank: int) -> int:

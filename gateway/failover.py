@@ -1,0 +1,95 @@
+"""What becomes of the requests of a dead rank: each goes on elsewhere, from the last token that was accepted from it.
+
+Theory of operation
+-------------------
+Sampling is a pure function of (seed, position, logits), and every request carries its seed and where its original prompt ended.
+So a request goes on exactly as it would have, if another rank is given the prompt and the tokens so far as one prompt. Only the
+engine's side of it is new: handle, text, stop buffer, log-probabilities and counts stay where they are.
+
+When no rank can take it now, but one will, it waits; so do new requests then. A request that was there at too many deaths may
+be their cause, and fails alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from gateway.core_client.base import EngineCoreClient, SentRequest
+from gateway.errors import EngineDeadError, GatewayError, OverloadedError
+from gateway.output_processor import OutputProcessor
+
+MAX_MOVES = 2
+
+
+class Failover:
+    """Moves requests between ranks on behalf of the output handler."""
+
+    def __init__(self, client: EngineCoreClient, outputs: OutputProcessor, *, is_enabled: bool) -> None:
+        self.num_moved = 0
+        self._client = client
+        self._outputs = outputs
+        self._is_enabled = is_enabled
+        self._waiting: list[SentRequest] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that no rank has at the moment."""
+        return sum(self._outputs.accepted_token_ids(sent.request.handle) is not None for sent in self._waiting)
+
+    def wait(self, sent: SentRequest) -> None:
+        """For a rank that can take it."""
+        self._waiting.append(sent)
+
+    def on_death(self, held: Sequence[SentRequest]) -> dict[int, str | None]:
+        """Moves what the dead rank held. The handles that cannot go on, each with the reason if it is the request's own."""
+        lost: dict[int, str | None] = {}
+        for sent in held:
+            accepted = self._outputs.accepted_token_ids(sent.request.handle)
+            if accepted is None:
+                continue  # it has had its end
+            if not self._is_enabled:
+                lost[sent.request.handle] = None
+            elif sent.num_moves >= MAX_MOVES:
+                num_deaths = sent.num_moves + 1
+                lost[sent.request.handle] = f"the request was there at {num_deaths} deaths of ranks and may be their cause"
+            else:
+                self._outputs.note_move(sent.request.handle)
+                self.num_moved += 1
+                self._send_or_wait(continued(sent, accepted))
+        return lost
+
+    def resume(self) -> None:
+        """A rank came back: what waits is tried again, in its order."""
+        waiting, self._waiting = self._waiting, []
+        for sent in waiting:
+            if self._outputs.accepted_token_ids(sent.request.handle) is not None:
+                self._send_or_wait(sent)
+
+    def forget(self) -> None:
+        """Nothing will come back; who waits has been told."""
+        self._waiting.clear()
+
+    def _send_or_wait(self, sent: SentRequest) -> None:
+        handle = sent.request.handle
+        try:
+            rank_id = self._client.add_request(sent)
+        except (OverloadedError, EngineDeadError):
+            self._waiting.append(sent)  # the end of all hope comes as `EngineFailed`, and ends it
+        except GatewayError as error:
+            self._client.abort_requests(self._outputs.fail([handle], error))
+        else:
+            self._outputs.set_rank(handle, rank_id.rank)
+
+
+def continued(sent: SentRequest, accepted: Sequence[int]) -> SentRequest:
+    """The same request for another rank: `accepted` are the tokens that it has had so far, after its original prompt."""
+    request = sent.request
+    prompt = [*request.prompt_token_ids[: request.num_original_prompt_tokens], *accepted]
+    params = request.sampling_params
+    if accepted and params.prompt_logprobs is not None:  # they came with the first token
+        params = dataclasses.replace(params, prompt_logprobs=None)
+    # A pin was to a rank that is gone: going on matters more.
+    routing = dataclasses.replace(sent.routing, num_prompt_tokens=len(prompt), pinned_rank=None)
+    request = dataclasses.replace(request, prompt_token_ids=prompt, sampling_params=params)
+    return SentRequest(request, routing, sent.num_moves + 1)

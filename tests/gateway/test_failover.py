@@ -1,0 +1,144 @@
+"""What becomes of the requests of a dead rank. The output processor is real; the client only chooses ranks and remembers."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from balancer.load import RoutingRequest
+from cores.messages import EngineCoreOutputs, EngineCoreRequest, RankId, RankLoad
+from cores.sampling_params import RequestOutputKind, SamplingParams
+from cores.testing import make_tiny_model_dir
+from gateway.core_client.base import SentRequest
+from gateway.errors import EngineDeadError, OverloadedError
+from gateway.failover import Failover, continued
+from gateway.output_collector import RequestOutputCollector
+from gateway.output_processor import OutputProcessor
+from gateway.tokenizer import Tokenizer
+
+PROMPT = [10, 11, 12]
+
+
+class Client:
+    """Takes every request, or none while `is_full`."""
+
+    def __init__(self) -> None:
+        self.sent: list[SentRequest] = []
+        self.is_full = False
+
+    def add_request(self, sent: SentRequest) -> RankId:
+        if self.is_full:
+            raise OverloadedError("no rank can take a request now")
+        self.sent.append(sent)
+        return RankId(1, 1)
+
+
+class Stage:
+    """One request that rank 0 holds."""
+
+    def __init__(self, tokenizer: Tokenizer, *, is_enabled: bool = True, **params: object) -> None:
+        self.client = Client()
+        self.outputs = OutputProcessor(tokenizer)
+        self.failover = Failover(self.client, self.outputs, is_enabled=is_enabled)  # type: ignore[arg-type]
+        self.collector = RequestOutputCollector(RequestOutputKind.DELTA)
+        sampling = SamplingParams(max_tokens=50, seed=7, output_kind=RequestOutputKind.DELTA, **params)  # type: ignore[arg-type]
+        self.outputs.add_request(
+            handle=1, external_id="r", internal_id="r-1", prompt_text=None, prompt_token_ids=PROMPT, params=sampling,
+            sink=self.collector, parent=None, index=0, arrival_s=0.0,
+        )  # fmt: skip
+        request = EngineCoreRequest(
+            handle=1, request_id="r-1", prompt_token_ids=PROMPT, sampling_params=sampling, arrival_time_s=0.0,
+            num_original_prompt_tokens=len(PROMPT),
+        )  # fmt: skip
+        self.sent = SentRequest(request, RoutingRequest(num_prompt_tokens=3, pinned_rank=0))
+
+    def generate(self, *token_ids: int) -> None:
+        for token_id in token_ids:
+            outputs = EngineCoreOutputs(
+                rank_id=RankId(0, 1), step=1, command_seq=1, load=RankLoad(), handles=array("I", [1]),
+                token_ids=array("I", [token_id]),
+            )  # fmt: skip
+            list(self.outputs.process(outputs, 128, now=1.0))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.from_directory(make_tiny_model_dir(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+def test_it_goes_on_from_the_last_accepted_token_with_the_same_seed_and_budget(tokenizer: Tokenizer) -> None:
+    stage = Stage(tokenizer)
+    stage.generate(40, 41, 42)
+    assert stage.failover.on_death([stage.sent]) == {}
+    (moved,) = stage.client.sent
+    assert moved.request.prompt_token_ids == [*PROMPT, 40, 41, 42]
+    assert moved.request.num_original_prompt_tokens == 3
+    assert moved.request.sampling_params == stage.sent.request.sampling_params
+    assert (moved.routing.num_prompt_tokens, moved.routing.pinned_rank) == (6, None)
+    assert stage.failover.num_moved == 1
+
+
+def test_what_is_accepted_twice_is_sent_once(tokenizer: Tokenizer) -> None:
+    stage = Stage(tokenizer)
+    stage.generate(40)
+    stage.failover.on_death([stage.sent])
+    stage.generate(41)
+    stage.failover.on_death([stage.client.sent[0]])
+    assert stage.client.sent[1].request.prompt_token_ids == [*PROMPT, 40, 41]
+
+
+def test_a_queued_request_is_sent_again_as_it_was(tokenizer: Tokenizer) -> None:
+    stage = Stage(tokenizer, prompt_logprobs=2)
+    stage.failover.on_death([stage.sent])
+    assert stage.client.sent[0].request == stage.sent.request
+
+
+def test_prompt_logprobs_that_came_are_not_asked_for_again(tokenizer: Tokenizer) -> None:
+    stage = Stage(tokenizer, prompt_logprobs=2)
+    assert continued(stage.sent, [40]).request.sampling_params.prompt_logprobs is None
+
+
+def test_it_waits_while_no_rank_can_take_it_and_goes_on_when_one_can(tokenizer: Tokenizer) -> None:
+    stage = Stage(tokenizer)
+    stage.client.is_full = True
+    assert stage.failover.on_death([stage.sent]) == {}
+    assert stage.failover.num_waiting == 1
+    stage.failover.resume()
+    assert stage.failover.num_waiting == 1
+    stage.client.is_full = False
+    stage.failover.resume()
+    assert stage.failover.num_waiting == 0
+    assert len(stage.client.sent) == 1
+
+
+def test_a_request_that_ends_while_it_waits_is_not_sent(tokenizer: Tokenizer) -> None:
+    stage = Stage(tokenizer)
+    stage.client.is_full = True
+    stage.failover.on_death([stage.sent])
+    stage.outputs.abort("r")
+    assert stage.failover.num_waiting == 0
+    stage.client.is_full = False
+    stage.failover.resume()
+    assert stage.client.sent == []
+
+
+def test_a_request_that_had_ended_is_neither_moved_nor_failed(tokenizer: Tokenizer) -> None:
+    stage = Stage(tokenizer)
+    stage.outputs.abort("r")
+    assert stage.failover.on_death([stage.sent]) == {}
+    assert stage.client.sent == []
+
+
+def test_a_request_that_was_there_at_three_deaths_fails_alone(tokenizer: Tokenizer) -> None:
+    stage = Stage(tokenizer)
+    assert stage.failover.on_death([stage.sent]) == {}
+    assert stage.failover.on_death([stage.client.sent[0]]) == {}
+    (reason,) = stage.failover.on_death([stage.client.sent[1]]).values()
+    assert reason == "the request was there at 3 deaths of ranks and may be their cause"
+
+
+def test_without_failover_everything_is_lost(tokenizer: Tokenizer) -> None:
+    stage = Stage(tokenizer, is_enabled=False)
+    assert stage.failover.on_death([stage.sent]) == {1: None}
+    assert stage.outputs.fail([1], EngineDeadError("rank 0 died")) == []
