@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from gateway.config import AdmissionConfig
+from gateway.config import AdmissionConfig, FaultConfig
 from gateway.errors import EngineDeadError, EngineGenerateError, InvalidRequestError, OverloadedError
 from gateway.outputs import RequestOutput
 from gateway.sampling_params import RequestOutputKind
