@@ -14,7 +14,8 @@ from gateway.models import resolve_model
 
 # float32: a moved request computes its prompt anew in another batch shape, and rounding must not decide between tokens.
 ARGUMENTS = [
-    "smollm2", "-dp", "2", "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8", "--num-kv-blocks", "256", "--engine-restarts", "0",
+    "smollm2", "-dp", "2", "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8", "--num-kv-blocks", "256",
+    "--engine-restarts", "0",
 ]  # fmt: skip
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 
