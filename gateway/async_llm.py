@@ -20,7 +20,8 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing
 from typing import Any
 
 from balancer.load import RoutingRequest
@@ -30,10 +31,11 @@ from gateway.admission import Admission, OneFrontEnd, Usage, UsageSlots
 from gateway.config import GatewayConfig
 from gateway.core_client import AsyncMPClient, make_async_mp_client
 from gateway.core_client.base import EngineDied, EngineFailed, FrontEndPlace, RanksChanged, SentRequest
-from gateway.engine_client import EngineClient, ModelConfig, Prompt
+from gateway.engine_client import EngineClient, ModelConfig, Prompt, PromptPieces
 from gateway.errors import EngineDeadError, GatewayError, InvalidRequestError, OverloadedError
 from gateway.failover import Failover
 from gateway.input_processor import InputProcessor
+from gateway.input_session import InputSession
 from gateway.loop_lag import LoopLag
 from gateway.models import resolve_model
 from gateway.operations import UTILITY_TIMEOUT_S
@@ -152,7 +154,7 @@ class AsyncLLM(EngineClient):
 
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | PromptPieces,
         sampling_params: SamplingParams,
         request_id: str,
         *,
@@ -164,6 +166,22 @@ class AsyncLLM(EngineClient):
         prompt_text: str | None = None,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
+        if isinstance(prompt, AsyncIterator):
+
+            def answer(token_ids: list[int], rank: int | None) -> AsyncGenerator[RequestOutput, None]:
+                return self.generate(
+                    token_ids, sampling_params, request_id, lora_request=lora_request, trace_headers=trace_headers,
+                    priority=priority, data_parallel_rank=data_parallel_rank if rank is None else rank,
+                    session_id=session_id, cache_salt=cache_salt,
+                )  # fmt: skip
+
+            if sampling_params.n != 1:
+                raise InvalidRequestError(f"n must be 1 for a prompt in pieces, got {sampling_params.n}", "n")
+            session = InputSession(answer, self.renderer.encode_async, sampling_params.output_kind)
+            async with aclosing(session.run(prompt)) as outputs:
+                async for output in outputs:
+                    yield output
+            return
         if lora_request is not None:
             raise InvalidRequestError(f"lora_request: no adapter is loaded, got {lora_request!r}", "lora_request")
         if trace_headers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gateway.status import StatusSnapshot
 
 Prompt = str | Sequence[int]  # text, or token ids
+PromptPieces = AsyncIterator[Prompt]  # a session, whose later pieces go on the same sequence: see `input_session`
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class EngineClient(Operations):
     @abstractmethod
     def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | PromptPieces,
         sampling_params: SamplingParams,
         request_id: str,
         *,
@@ -93,6 +94,7 @@ class EngineClient(Operations):
 
         Nothing happens until the generator is iterated. Closing it aborts the request. `request_id` is the caller's name for
         it, echoed and accepted by `abort`; two requests may share one. `prompt_text` is what `prompt` ids were made from.
+        Pieces of a prompt are answered one after the other, on one rank; an output with a finish reason ends its piece.
 
         Raises `InvalidRequestError` before any token, `OverloadedError` when there is no room, `EngineGenerateError` when this
         request fails, `EngineDeadError` when its rank dies and it cannot go on.

@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from cores.sampling_params import RequestOutputKind, SamplingParams
 from gateway.chat_messages import normalise_messages
 from gateway.config import GatewayConfig
-from gateway.engine_client import EngineClient, ModelConfig, Prompt
+from gateway.engine_client import EngineClient, ModelConfig, Prompt, PromptPieces, PromptPieces
 from gateway.errors import EngineDeadError, GatewayError, OverloadedError
 from gateway.input_processor import InputProcessor
 from gateway.outputs import CompletionOutput, PositionLogprobs, RequestOutput, RequestStats
@@ -240,8 +240,9 @@ class FakeEngineClient(EngineClient):
         )
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, **options: Any
+        self, prompt: Prompt | PromptPieces, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
+        assert not isinstance(prompt, AsyncIterator), "the fake answers whole prompts only"
         self.check_admission(sampling_params.n)
         text = prompt if isinstance(prompt, str) else options.get("prompt_text")
         ids = self.fake_renderer.tokenizer.encode(prompt, True) if isinstance(prompt, str) else list(prompt)

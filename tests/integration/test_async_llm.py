@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -12,7 +14,7 @@ from gateway.config import AdmissionConfig, FaultConfig
 from gateway.errors import EngineDeadError, EngineGenerateError, InvalidRequestError, OverloadedError
 from gateway.outputs import RequestOutput
 from gateway.sampling_params import RequestOutputKind
-from tests.integration.llm_harness import DEADLINE_S, DELTA, FINAL_ONLY, Start, collect, params, until
+from tests.integration.llm_harness import DEADLINE_S, DELTA, FINAL_ONLY, Start, collect, is_idle, params, until
 
 
 @pytest.mark.parametrize("kind", [DELTA, FINAL_ONLY])
@@ -195,3 +197,47 @@ async def test_launcher_death_is_the_end_of_the_engine(start: Start) -> None:
     with pytest.raises(EngineDeadError):
         await asyncio.wait_for(reader, DEADLINE_S)
     assert llm.errored
+
+
+async def test_pieces_of_a_prompt_go_on_one_sequence_on_one_rank(start: Start) -> None:
+    llm = await start(2)
+    pieces: asyncio.Queue[str | None] = asyncio.Queue()
+
+    async def prompt() -> AsyncIterator[str]:
+        while (piece := await pieces.get()) is not None:
+            yield piece
+
+    await pieces.put("one two")
+    outputs: list[RequestOutput] = []
+    num_pieces = 1
+    async for output in llm.generate(prompt(), params(6, output_kind=DELTA), "session"):
+        outputs.append(output)
+        if output.outputs[0].finish_reason and not output.finished:
+            num_pieces += 1
+            await pieces.put(f" three {num_pieces}" if num_pieces <= 3 else None)
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert sum(len(output.outputs[0].token_ids) for output in outputs) == 18
+    assert len({output.rank for output in outputs}) == 1
+    # The last piece was answered as if all that was said before it, by both sides, had been its prompt.
+    whole = outputs[-1].prompt_token_ids
+    (again,) = await collect(llm, whole, params(6, output_kind=FINAL_ONLY))
+    ids = [token_id for output in outputs for token_id in output.outputs[0].token_ids]
+    assert ids[-6:] == again.outputs[0].token_ids
+    assert ids[:6] == whole[len(llm.renderer.tokenizer.encode("one two", True)) :][:6]
+
+
+async def test_leaving_a_session_aborts_its_piece_and_a_session_without_pieces_is_refused(start: Start) -> None:
+    llm = await start(1, step_ms=5)
+
+    async def prompt(*pieces: str) -> AsyncIterator[str]:
+        for piece in pieces:
+            yield piece
+
+    async with contextlib.aclosing(llm.generate(prompt("one"), params(4000, output_kind=DELTA), "session")) as outputs:
+        async for _ in outputs:
+            break
+    await until(lambda: is_idle(llm), "the rank is idle")
+    with pytest.raises(InvalidRequestError, match="no pieces"):
+        await collect(llm, prompt(), params(5))
+    with pytest.raises(InvalidRequestError, match="n must be 1"):
+        await collect(llm, prompt("one"), params(5, n=2))
