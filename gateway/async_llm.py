@@ -189,7 +189,8 @@ class AsyncLLM(EngineClient):
         self.check_admission(num_sequences=0)
         processed = await self.input_processor.process(prompt, sampling_params)
         params = processed.sampling_params
-        self.admission.admit(self._usage, Usage(params.n, len(processed.prompt_token_ids)), self._clock())
+        more = Usage(params.n, len(processed.prompt_token_ids))
+        self.admission.admit(self._usage, more, self._clock(), reported_tokens=self.core_client.num_reported_tokens)
         collector = RequestOutputCollector(params.output_kind)
         request = EngineCoreRequest(
             handle=0,  # each sequence gets its own when it is submitted
@@ -296,7 +297,8 @@ class AsyncLLM(EngineClient):
             return OverloadedError("the server is shutting down")
         if (standstill := self.core_client.standstill) is not None:
             return OverloadedError(f"the engine takes no requests: it is {standstill}")
-        return self.admission.refusal(self._usage, Usage(num_sequences, num_tokens), self._clock())
+        more, reported_tokens = Usage(num_sequences, num_tokens), self.core_client.num_reported_tokens
+        return self.admission.refusal(self._usage, more, self._clock(), reported_tokens=reported_tokens)
 
     def refresh_admission(self) -> None:
         """Shows the other front ends what is in flight here now."""
@@ -304,7 +306,7 @@ class AsyncLLM(EngineClient):
 
     @property
     def _usage(self) -> Usage:
-        return Usage(self.output_processor.num_unfinished, self.core_client.num_queued_tokens)
+        return Usage(self.output_processor.num_unfinished, self.core_client.num_unreported_tokens)
 
     def _warn_about_tracing(self) -> None:
         if not self._trace_warned:

@@ -451,9 +451,12 @@ class AsyncMPClient(EngineCoreClient):
         return next((s.value for s in (RankState.SLEEPING, RankState.PAUSED, RankState.DRAINING) if s in states), None)
 
     @property
-    def num_queued_tokens(self) -> int:
-        now = self._clock()
-        return sum(self.ledger.view(rank_id, now).num_prefill_tokens for rank_id in self.eligible)
+    def num_reported_tokens(self) -> int:
+        return sum(rank.life.load.num_prefill_tokens for rank in self._ranks.values() if rank.life.health.is_eligible)
+
+    @property
+    def num_unreported_tokens(self) -> int:
+        return self.ledger.num_unreported_tokens
 
     def rank_statuses(self, now: float) -> list[RankStatus]:
         return [rank.status(now, self.ledger.booked_tokens(rank.life.rank_id)) for rank in self._ranks.values()]
