@@ -295,6 +295,8 @@ class AsyncMPClient(EngineCoreClient):
         match message:
             case m.EngineCoreOutputs():
                 life.health.on_sign_of_life(now, message.step, True)
+                for row in message.first_tokens:
+                    self.ledger.on_first_token(message.handles[row])
                 self._on_load(life, message.step, message.command_seq, message.load, now)
                 self._received.put_nowait(message)
             case m.LoadReport() | m.Heartbeat():

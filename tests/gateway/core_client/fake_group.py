@@ -16,6 +16,7 @@ from cores.config import EngineConfig
 from cores.messages import (
     EngineCoreOutputs,
     EngineReady,
+    FirstToken,
     FrontEndHello,
     GroupState,
     RankId,
@@ -107,11 +108,12 @@ class FakeGroup:
         return handle, self.client.add_request(make_request(handle, num_prompt_tokens), routing)
 
     @staticmethod
-    def outputs(rank_id: RankId, step: int, handle: int) -> EngineCoreOutputs:
-        """One token of one request."""
+    def outputs(rank_id: RankId, step: int, handle: int, command_seq: int = 0) -> EngineCoreOutputs:
+        """One token of one request, the first of it in step 0."""
         return EngineCoreOutputs(
-            rank_id=rank_id, step=step, command_seq=0, load=RankLoad(num_running=1), handles=array("I", [handle]),
-            token_ids=array("I", [7]),
+            rank_id=rank_id, step=step, command_seq=command_seq, load=RankLoad(num_running=1, num_decodes=1),
+            handles=array("I", [handle]), token_ids=array("I", [7]),
+            first_tokens={} if step else {0: FirstToken(0, 0.0)},
         )  # fmt: skip
 
     async def received(self) -> Received:

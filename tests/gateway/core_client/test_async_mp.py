@@ -49,6 +49,20 @@ async def test_a_request_is_on_the_books_until_it_is_aborted_once_at_the_rank_th
     assert group.client.ledger.num_in_flight == 0
 
 
+async def test_an_aborted_request_is_no_load_any_more_whatever_the_last_report_says(group: FakeGroup) -> None:
+    handle, rank_id = group.add_request()
+    engine = group.engines[rank_id.rank]
+    sent = await engine.command()
+    assert isinstance(sent, AddRequest)
+    await engine.say(group.outputs(rank_id, 0, handle, command_seq=sent.seq))
+    await group.received()
+    view = group.client.ledger.view(rank_id, group.clock())
+    assert (view.num_requests, view.num_decodes) == (1, 1)
+    group.client.abort_requests([handle])
+    view = group.client.ledger.view(rank_id, group.clock())
+    assert (view.num_requests, view.num_decodes) == (0, 0)
+
+
 async def test_a_silent_rank_leaves_rotation_and_comes_back_with_its_next_word(group: FakeGroup) -> None:
     group.clock.sleep(3.5)
     alive = Heartbeat(ZERO, 1, False, 0, RankLoad(), SchedulerStats())

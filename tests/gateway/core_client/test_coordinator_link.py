@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -24,12 +25,25 @@ def context() -> Iterator[Context]:
         yield context
 
 
-def bind(context: Context) -> tuple[zmq.Socket[bytes], str]:
-    router = context.socket(zmq.ROUTER)
-    router.setsockopt(zmq.LINGER, 0)
-    router.setsockopt(zmq.RCVTIMEO, int(1000 * DEADLINE_S))
-    router.bind("tcp://127.0.0.1:0")
-    return router, router.getsockopt_string(zmq.LAST_ENDPOINT)
+@pytest.fixture
+def router(context: Context) -> Iterator[zmq.Socket[bytes]]:
+    """The coordinator's, not bound yet."""
+    with context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.RCVTIMEO, int(1000 * DEADLINE_S))
+        yield router
+
+
+@pytest.fixture
+def link(context: Context, loads: asyncio.Queue[GroupLoads]) -> Iterator[CoordinatorLink]:
+    link = CoordinatorLink(context, loads.put_nowait)
+    yield link
+    link.close()
+
+
+@pytest.fixture
+def loads() -> asyncio.Queue[GroupLoads]:
+    return asyncio.Queue()
 
 
 async def until_reported(link: CoordinatorLink) -> None:
@@ -38,11 +52,11 @@ async def until_reported(link: CoordinatorLink) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_reports_go_out_loads_come_in_and_a_member_that_leaves_says_so(context: Context) -> None:
-    router, address = bind(context)
-    loads: asyncio.Queue[GroupLoads] = asyncio.Queue()
-    link = CoordinatorLink(context, loads.put_nowait)
-    link.start(address)
+async def test_reports_go_out_loads_come_in_and_a_member_that_leaves_says_so(
+    router: zmq.Socket[bytes], link: CoordinatorLink, loads: asyncio.Queue[GroupLoads]
+) -> None:
+    router.bind("tcp://127.0.0.1:0")
+    link.start(router.getsockopt_string(zmq.LAST_ENDPOINT))
     await until_reported(link)
     identity, frame = await asyncio.to_thread(router.recv_multipart)
     report = decode(frame)
@@ -59,24 +73,19 @@ async def test_reports_go_out_loads_come_in_and_a_member_that_leaves_says_so(con
     link.close()
     _, frame = await asyncio.to_thread(router.recv_multipart)
     assert decode(frame) == MemberLeft(report.member)
-    router.close()
 
 
-async def test_without_a_coordinator_nothing_is_kept_and_the_first_one_hears_only_the_news(context: Context) -> None:
-    router, address = bind(context)
-    router.close()
-    link = CoordinatorLink(context, lambda loads: None)
-    link.start(address)
-    assert not any(link.report("http://old", RANKS) for _ in range(100))
-
-    router = context.socket(zmq.ROUTER)
-    router.setsockopt(zmq.LINGER, 0)
-    router.setsockopt(zmq.RCVTIMEO, int(1000 * DEADLINE_S))
+async def test_without_a_coordinator_nothing_is_kept_and_the_first_one_hears_only_the_news(
+    router: zmq.Socket[bytes], link: CoordinatorLink
+) -> None:
+    with socket.socket() as nobody:  # has the port and does not listen
+        nobody.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
+        link.start(address)
+        assert not any(link.report("http://old", RANKS) for _ in range(100))
     router.bind(address)
     await until_reported(link)
     _, frame = await asyncio.to_thread(router.recv_multipart)
     report = decode(frame)
     assert isinstance(report, MemberReport)
     assert report.url == "http://here"
-    link.close()
-    router.close()
