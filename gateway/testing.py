@@ -15,7 +15,7 @@ from typing import Any, cast
 from cores.sampling_params import RequestOutputKind, SamplingParams
 from gateway.chat_messages import normalise_messages
 from gateway.config import GatewayConfig
-from gateway.engine_client import EngineClient, ModelConfig, Prompt, PromptPieces, PromptPieces
+from gateway.engine_client import EngineClient, ModelConfig, Prompt, PromptPieces
 from gateway.errors import EngineDeadError, GatewayError, OverloadedError
 from gateway.input_processor import InputProcessor
 from gateway.outputs import CompletionOutput, PositionLogprobs, RequestOutput, RequestStats

@@ -27,7 +27,7 @@ from cores.messages import (
 from cores.testing import ManualClock, make_request
 from gateway.config import GatewayConfig, ParallelConfig
 from gateway.core_client import AsyncMPClient, core_client_class
-from gateway.core_client.base import FrontEndPlace, Received
+from gateway.core_client.base import FrontEndPlace, RanksChanged, Received, SentRequest
 from gateway.launch.control import ControlSocket
 
 DEADLINE_S = 20.0
@@ -105,7 +105,7 @@ class FakeGroup:
         """Its handle, and who got it."""
         handle = self.client.next_handle()
         routing = RoutingRequest(num_prompt_tokens=num_prompt_tokens, pinned_rank=pinned_rank)
-        return handle, self.client.add_request(make_request(handle, num_prompt_tokens), routing)
+        return handle, self.client.add_request(SentRequest(make_request(handle, num_prompt_tokens), routing))
 
     @staticmethod
     def outputs(rank_id: RankId, step: int, handle: int, command_seq: int = 0) -> EngineCoreOutputs:
@@ -117,8 +117,11 @@ class FakeGroup:
         )  # fmt: skip
 
     async def received(self) -> Received:
+        """The next news, but for that of ranks that came up."""
         async with asyncio.timeout(DEADLINE_S):
-            return await self.client.get_received()
+            while isinstance(received := await self.client.get_received(), RanksChanged):
+                pass
+            return received
 
     def state(self, rank: int) -> str:
         return self.client.rank_statuses(self.clock())[rank].state
