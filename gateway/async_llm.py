@@ -20,7 +20,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -256,7 +256,7 @@ class AsyncLLM(EngineClient):
                 self._send_or_wait(SentRequest(child, routing))
         except BaseException as error:
             self.output_processor.remove(handles)
-            self.core_client.abort_requests(handles)  # of those that were sent
+            self._leave_ranks(handles)  # those that were sent
             if isinstance(error, OverloadedError):
                 self.admission.num_rejected += 1
             raise
@@ -276,11 +276,16 @@ class AsyncLLM(EngineClient):
         self._abort(request_id)
 
     def _abort(self, request_id: str) -> None:
-        self.core_client.abort_requests(self.output_processor.abort(request_id))
+        self._leave_ranks(self.output_processor.abort(request_id))
+
+    def _leave_ranks(self, handles: Collection[int]) -> None:
+        """These have ended here: nobody need work on them any more, or wait for somebody who will."""
+        self.failover.drop(handles)
+        self.core_client.abort_requests(handles)
 
     def abort_all(self) -> None:
         """Ends everything in flight: every reader gets its partial answer with finish reason "abort"."""
-        self.core_client.abort_requests(self.output_processor.abort_all())
+        self._leave_ranks(self.output_processor.abort_all())
 
     def check_admission(self, num_sequences: int = 1, num_tokens: int = 0) -> None:
         refusal = self.refusal(num_sequences, num_tokens)
@@ -339,7 +344,7 @@ class AsyncLLM(EngineClient):
     async def _handle_batch(self, outputs: EngineCoreOutputs) -> None:
         for done in self.output_processor.process(outputs, self.config.output_chunk_size, self._clock()):
             if done.abort_handles:  # stopped on a stop string, which the engine cannot see
-                self.core_client.abort_requests(done.abort_handles)
+                self._leave_ranks(done.abort_handles)
             if done.finished_handles:
                 self.core_client.release(done.finished_handles)
             if num_ended := len(done.finished_handles) + len(done.abort_handles):
@@ -354,7 +359,7 @@ class AsyncLLM(EngineClient):
         for handle, reason in lost.items():
             text = f"{died.rank_id} died: {died.cause}" + (f"; {reason}" if reason else "")
             siblings = self.output_processor.fail([handle], EngineDeadError(text, died.rank_id.rank, died.cause))
-            self.core_client.abort_requests(siblings)  # of n > 1, on ranks that live on
+            self._leave_ranks(siblings)  # of n > 1, on ranks that live on
 
     def _on_handler_done(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():

@@ -306,6 +306,7 @@ class AsyncMPClient(EngineCoreClient):
                     life.health.on_engine_state(message.state, now)
                     life.weight_version = message.weight_version
                     rank.on_stats(message.stats, now)
+                    self._note_eligible()  # it may have been resumed
                 life.health.on_sign_of_life(now, message.step, has_work)
                 self._on_load(life, message.step, message.command_seq, message.load, now)
             case m.EngineCoreDead():
