@@ -30,7 +30,7 @@ _MAX_REPORT_BYTES = 4 * 1024 * 1024
 _MAX_QUEUED_SNAPSHOTS = 4  # a stopped member misses snapshots; each is whole, so the next one makes up for it
 
 
-class Coordinator:
+class DPCoordinator:
     def __init__(self, router: zmq.Socket[bytes], clock: Callable[[], float]) -> None:
         self.num_malformed = 0
         self._router = router
@@ -149,7 +149,7 @@ def main() -> int:
             return 1
         with router:
             print(json.dumps({"bound": router.getsockopt_string(zmq.LAST_ENDPOINT)}), flush=True)
-            Coordinator(router, time.monotonic).run(sys.stdin.fileno())
+            DPCoordinator(router, time.monotonic).run(sys.stdin.fileno())
     return 0
 
 

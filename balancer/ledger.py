@@ -243,6 +243,11 @@ class LoadLedger:
         return 0 if account is None else account.num_booked_tokens
 
     @property
+    def num_unreported_tokens(self) -> int:
+        """Prompt tokens of our live requests that no report contains."""
+        return sum(account.num_unreported_tokens for account in self._accounts.values())
+
+    @property
     def num_in_flight(self) -> int:
         return len(self._account_of)
 

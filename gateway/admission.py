@@ -28,7 +28,7 @@ MAX_LOCK_TRIES = 200
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What is in flight: sequences, and prompt tokens that still have to be computed."""
+    """What one front end has in flight: sequences, and those of their prompt tokens that no rank has reported yet."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -133,22 +133,26 @@ class Admission:
         self._limits = limits
         self._slots = slots
 
-    def refusal(self, own: Usage, more: Usage, now: float) -> OverloadedError | None:
-        """Why `more` would be refused; None if there is room. Counts nothing."""
+    def refusal(self, own: Usage, more: Usage, now: float, *, reported_tokens: int = 0) -> OverloadedError | None:
+        """Why `more` would be refused; None if there is room. Counts nothing. `reported_tokens` are what ranks say they have to
+        compute, whoever sent it: every front end hears the same, so no slot may hold it."""
         present = own + self._slots.others()
+        num_tokens = present.num_tokens + reported_tokens
         for what, limit, have, want in (
             ("requests", self._limits.max_num_queued_requests, present.num_requests, more.num_requests),
-            ("prompt tokens", self._limits.max_num_queued_tokens, present.num_tokens, more.num_tokens),
+            ("prompt tokens", self._limits.max_num_queued_tokens, num_tokens, more.num_tokens),
         ):
             if limit is not None and have + want > limit:
                 text = f"the server is full: {have} {what} of at most {limit} are queued, {want} more came"
-                return OverloadedError(text, self.drain_rate.seconds_for(max(1, have + want - limit), now))
+                # The rate is of sequences. How many tokens leave with each is not known: as many as came may do.
+                num_to_end = have + want - limit if what == "requests" else more.num_requests
+                return OverloadedError(text, self.drain_rate.seconds_for(max(1, num_to_end), now))
         return None
 
-    def admit(self, own: Usage, more: Usage, now: float) -> None:
+    def admit(self, own: Usage, more: Usage, now: float, *, reported_tokens: int = 0) -> None:
         """Takes the places. Raises `OverloadedError` if they are not there."""
         with self._slots.locked():
-            refusal = self.refusal(own, more, now)
+            refusal = self.refusal(own, more, now, reported_tokens=reported_tokens)
             if refusal is None:
                 self._slots.set(own + more)
         if refusal is not None:

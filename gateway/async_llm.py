@@ -20,7 +20,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -189,7 +189,8 @@ class AsyncLLM(EngineClient):
         self.check_admission(num_sequences=0)
         processed = await self.input_processor.process(prompt, sampling_params)
         params = processed.sampling_params
-        self.admission.admit(self._usage, Usage(params.n, len(processed.prompt_token_ids)), self._clock())
+        more = Usage(params.n, len(processed.prompt_token_ids))
+        self.admission.admit(self._usage, more, self._clock(), reported_tokens=self.core_client.num_reported_tokens)
         collector = RequestOutputCollector(params.output_kind)
         request = EngineCoreRequest(
             handle=0,  # each sequence gets its own when it is submitted
@@ -255,7 +256,7 @@ class AsyncLLM(EngineClient):
                 self._send_or_wait(SentRequest(child, routing))
         except BaseException as error:
             self.output_processor.remove(handles)
-            self.core_client.abort_requests(handles)  # of those that were sent
+            self._leave_ranks(handles)  # those that were sent
             if isinstance(error, OverloadedError):
                 self.admission.num_rejected += 1
             raise
@@ -275,11 +276,16 @@ class AsyncLLM(EngineClient):
         self._abort(request_id)
 
     def _abort(self, request_id: str) -> None:
-        self.core_client.abort_requests(self.output_processor.abort(request_id))
+        self._leave_ranks(self.output_processor.abort(request_id))
+
+    def _leave_ranks(self, handles: Collection[int]) -> None:
+        """These have ended here: nobody need work on them any more, or wait for somebody who will."""
+        self.failover.drop(handles)
+        self.core_client.abort_requests(handles)
 
     def abort_all(self) -> None:
         """Ends everything in flight: every reader gets its partial answer with finish reason "abort"."""
-        self.core_client.abort_requests(self.output_processor.abort_all())
+        self._leave_ranks(self.output_processor.abort_all())
 
     def check_admission(self, num_sequences: int = 1, num_tokens: int = 0) -> None:
         refusal = self.refusal(num_sequences, num_tokens)
@@ -296,7 +302,8 @@ class AsyncLLM(EngineClient):
             return OverloadedError("the server is shutting down")
         if (standstill := self.core_client.standstill) is not None:
             return OverloadedError(f"the engine takes no requests: it is {standstill}")
-        return self.admission.refusal(self._usage, Usage(num_sequences, num_tokens), self._clock())
+        more, reported_tokens = Usage(num_sequences, num_tokens), self.core_client.num_reported_tokens
+        return self.admission.refusal(self._usage, more, self._clock(), reported_tokens=reported_tokens)
 
     def refresh_admission(self) -> None:
         """Shows the other front ends what is in flight here now."""
@@ -304,7 +311,7 @@ class AsyncLLM(EngineClient):
 
     @property
     def _usage(self) -> Usage:
-        return Usage(self.output_processor.num_unfinished, self.core_client.num_queued_tokens)
+        return Usage(self.output_processor.num_unfinished, self.core_client.num_unreported_tokens)
 
     def _warn_about_tracing(self) -> None:
         if not self._trace_warned:
@@ -337,7 +344,7 @@ class AsyncLLM(EngineClient):
     async def _handle_batch(self, outputs: EngineCoreOutputs) -> None:
         for done in self.output_processor.process(outputs, self.config.output_chunk_size, self._clock()):
             if done.abort_handles:  # stopped on a stop string, which the engine cannot see
-                self.core_client.abort_requests(done.abort_handles)
+                self._leave_ranks(done.abort_handles)
             if done.finished_handles:
                 self.core_client.release(done.finished_handles)
             if num_ended := len(done.finished_handles) + len(done.abort_handles):
@@ -352,7 +359,7 @@ class AsyncLLM(EngineClient):
         for handle, reason in lost.items():
             text = f"{died.rank_id} died: {died.cause}" + (f"; {reason}" if reason else "")
             siblings = self.output_processor.fail([handle], EngineDeadError(text, died.rank_id.rank, died.cause))
-            self.core_client.abort_requests(siblings)  # of n > 1, on ranks that live on
+            self._leave_ranks(siblings)  # of n > 1, on ranks that live on
 
     def _on_handler_done(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():

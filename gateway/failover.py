@@ -13,7 +13,7 @@ be their cause, and fails alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from gateway.core_client.base import EngineCoreClient, SentRequest
 from gateway.errors import EngineDeadError, GatewayError, OverloadedError
@@ -30,16 +30,21 @@ class Failover:
         self._client = client
         self._outputs = outputs
         self._is_enabled = is_enabled
-        self._waiting: list[SentRequest] = []
+        self._waiting: dict[int, SentRequest] = {}  # by handle, in the order of their coming
 
     @property
     def num_waiting(self) -> int:
         """Sequences that no rank has at the moment."""
-        return sum(self._outputs.accepted_token_ids(sent.request.handle) is not None for sent in self._waiting)
+        return len(self._waiting)
 
     def wait(self, sent: SentRequest) -> None:
         """For a rank that can take it."""
-        self._waiting.append(sent)
+        self._waiting[sent.request.handle] = sent
+
+    def drop(self, handles: Iterable[int]) -> None:
+        """These have ended: clients come and go while no rank does, and must leave nothing here."""
+        for handle in handles:
+            self._waiting.pop(handle, None)
 
     def on_death(self, held: Sequence[SentRequest]) -> dict[int, str | None]:
         """Moves what the dead rank held. The handles that cannot go on, each with the reason if it is the request's own."""
@@ -61,9 +66,9 @@ class Failover:
 
     def resume(self) -> None:
         """A rank came back: what waits is tried again, in its order."""
-        waiting, self._waiting = self._waiting, []
-        for sent in waiting:
-            if self._outputs.accepted_token_ids(sent.request.handle) is not None:
+        waiting, self._waiting = self._waiting, {}
+        for handle, sent in waiting.items():
+            if self._outputs.accepted_token_ids(handle) is not None:
                 self._send_or_wait(sent)
 
     def forget(self) -> None:
@@ -75,9 +80,11 @@ class Failover:
         try:
             rank_id = self._client.add_request(sent)
         except (OverloadedError, EngineDeadError):
-            self._waiting.append(sent)  # the end of all hope comes as `EngineFailed`, and ends it
+            self.wait(sent)  # the end of all hope comes as `EngineFailed`, and ends it
         except GatewayError as error:
-            self._client.abort_requests(self._outputs.fail([handle], error))
+            siblings = self._outputs.fail([handle], error)
+            self.drop(siblings)
+            self._client.abort_requests(siblings)
         else:
             self._outputs.set_rank(handle, rank_id.rank)
 

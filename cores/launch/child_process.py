@@ -146,8 +146,9 @@ async def forward_lines(reader: asyncio.StreamReader, name: str, last_lines: deq
 def _write_lines(lines: list[bytes], name: str, last_lines: deque[str]) -> None:
     texts = [line.decode(errors="backslashreplace") for line in lines]
     last_lines.extend(texts)
-    sys.stderr.write("".join(f"[{name}] {text}\n" for text in texts))
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # nobody reads our log any more: that must not hold up a child that writes to it
+        sys.stderr.write("".join(f"[{name}] {text}\n" for text in texts))
+        sys.stderr.flush()
 
 
 def read_task() -> dict[str, Any]:

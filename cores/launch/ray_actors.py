@@ -97,6 +97,8 @@ class RayRank:
             end = RankExit(f"process {self._process}: {type(error.cause).__name__}: {error.cause}")
         except RayActorError as error:
             end = RankExit(f"process {self._process} was killed or crashed; Ray says: {_summary(str(error))}", abrupt=True)
+        except RayError as error:  # the cluster has lost the answer: nothing will be heard of the process again
+            end = RankExit(f"process {self._process}: Ray says: {_summary(str(error))}", abrupt=True)
         await self._remove()
         return end
 

@@ -97,6 +97,7 @@ class AsyncMPClient(EngineCoreClient):
         self._link.start(control_address, place.index)
         self._link.send(m.FrontEndHello(place.index, os.getpid(), input_address, output_address))
         self._ticker = asyncio.create_task(self._tick(), name="core-client-ticker")
+        self._ticker.add_done_callback(self._on_ticker_done)
         await self._wait_until_ready()
 
     def _on_shutdown(self, timeout_s: float) -> None:
@@ -119,11 +120,13 @@ class AsyncMPClient(EngineCoreClient):
         if self._ticker is not None:
             self._ticker.cancel()
         self._utilities.fail_all(EngineDeadError("the engine client was shut down"))
-        if self.embedded is not None:
-            await self.embedded.stop()
-        for socket in (self._commands, self._outputs, self._link):
-            socket.close()
-        self._context.term()
+        try:
+            if self.embedded is not None:
+                await self.embedded.stop()
+        finally:
+            for socket in (self._commands, self._outputs, self._link):
+                socket.close()
+            self._context.term()
 
     # --- requests out -------------------------------------------------------------------------------------------------
 
@@ -281,6 +284,8 @@ class AsyncMPClient(EngineCoreClient):
 
     def _on_output_socket(self, frames: list[bytes]) -> None:
         message = self._decode(frames[-1])
+        if message is None:
+            return
         rank_id = getattr(message, "rank_id", None)
         rank = self._ranks.get(rank_id.rank) if rank_id is not None else None
         if rank is None or rank_id != rank.life.rank_id or rank.life.health.state == RankState.DEAD:
@@ -290,6 +295,8 @@ class AsyncMPClient(EngineCoreClient):
         match message:
             case m.EngineCoreOutputs():
                 life.health.on_sign_of_life(now, message.step, True)
+                for row in message.first_tokens:
+                    self.ledger.on_first_token(message.handles[row])
                 self._on_load(life, message.step, message.command_seq, message.load, now)
                 self._received.put_nowait(message)
             case m.LoadReport() | m.Heartbeat():
@@ -299,6 +306,7 @@ class AsyncMPClient(EngineCoreClient):
                     life.health.on_engine_state(message.state, now)
                     life.weight_version = message.weight_version
                     rank.on_stats(message.stats, now)
+                    self._note_eligible()  # it may have been resumed
                 life.health.on_sign_of_life(now, message.step, has_work)
                 self._on_load(life, message.step, message.command_seq, message.load, now)
             case m.EngineCoreDead():
@@ -362,6 +370,8 @@ class AsyncMPClient(EngineCoreClient):
         if rank_id.epoch > rank.life.rank_id.epoch:
             if rank.life.ready is not None:
                 self._declare_dead(rank.life.rank_id, "it was replaced", tell_launcher=False)
+            if rank.life.rank_id.epoch:  # 0 stands for what was before the first
+                self.events.add("restart", rank_id.rank, f"epoch {rank_id.epoch} begins", self._clock())
             rank.begin_life(self._new_life(rank_id))
         return rank.life
 
@@ -387,6 +397,12 @@ class AsyncMPClient(EngineCoreClient):
             self._note_eligible()
             if self.embedded is not None and self.embedded.exit_code is not None and self._failure is None:
                 self._fail(f"the launcher ended with exit code {self.embedded.exit_code}")
+
+    def _on_ticker_done(self, task: asyncio.Task[None]) -> None:
+        """Without it a silent rank would look alive for ever."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.critical("the core client's ticker ended", exc_info=error)
+            self._fail(f"the core client's ticker ended: {error!r}")
 
     def _fail(self, cause: str) -> None:
         for rank in self._ranks.values():
@@ -438,9 +454,12 @@ class AsyncMPClient(EngineCoreClient):
         return next((s.value for s in (RankState.SLEEPING, RankState.PAUSED, RankState.DRAINING) if s in states), None)
 
     @property
-    def num_queued_tokens(self) -> int:
-        now = self._clock()
-        return sum(self.ledger.view(rank_id, now).num_prefill_tokens for rank_id in self.eligible)
+    def num_reported_tokens(self) -> int:
+        return sum(rank.life.load.num_prefill_tokens for rank in self._ranks.values() if rank.life.health.is_eligible)
+
+    @property
+    def num_unreported_tokens(self) -> int:
+        return self.ledger.num_unreported_tokens
 
     def rank_statuses(self, now: float) -> list[RankStatus]:
         return [rank.status(now, self.ledger.booked_tokens(rank.life.rank_id)) for rank in self._ranks.values()]

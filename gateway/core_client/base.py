@@ -122,8 +122,13 @@ class EngineCoreClient(ABC):
 
     @property
     @abstractmethod
-    def num_queued_tokens(self) -> int:
-        """Prompt tokens that the ranks still have to compute, as far as known."""
+    def num_reported_tokens(self) -> int:
+        """Prompt tokens that the ranks say they still have to compute, of all front ends together."""
+
+    @property
+    @abstractmethod
+    def num_unreported_tokens(self) -> int:
+        """Prompt tokens that were sent from here and are in no report yet."""
 
     @abstractmethod
     def rank_statuses(self, now: float) -> list[RankStatus]: ...

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
-import zmq
-
 from cores import messages as m
-from cores.codec import encode
 from gateway.config import GatewayConfig
 from gateway.core_client.async_mp import AsyncMPClient
 from gateway.core_client.base import FrontEndPlace
-from gateway.core_client.sockets import LoopSocket
+from gateway.core_client.coordinator_link import CoordinatorLink
 
 IDLE_REPORT_INTERVAL_S = 1.0
 
@@ -26,27 +21,20 @@ class DPAsyncMPClient(AsyncMPClient):
 
     def __init__(self, config: GatewayConfig, place: FrontEndPlace, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(config, place, clock)
-        self._member = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._coordinator = LoopSocket(self._context, zmq.DEALER, self._on_coordinator_message)
+        self._coordinator = CoordinatorLink(self._context, self._on_group_loads)
         self._reporter: asyncio.Task[None] | None = None
         self._group: m.GroupLoads | None = None
         self._group_at_s = 0.0
 
     async def start(self) -> None:
         parallel = self._config.parallel
-        self._coordinator.connect(
-            f"tcp://{parallel.data_parallel_address}:{parallel.data_parallel_rpc_port}", self._member.encode()
-        )
-        self._coordinator.start()
+        self._coordinator.start(f"tcp://{parallel.data_parallel_address}:{parallel.data_parallel_rpc_port}")
         self._reporter = asyncio.create_task(self._report_for_ever(), name="coordinator-reporter")
         await super().start()
 
     async def shutdown(self) -> None:
         if self._reporter is not None:
             self._reporter.cancel()
-            self._reporter = None
-            self._coordinator.send([encode(m.MemberLeft(self._member))])
-            await asyncio.sleep(0)
         self._coordinator.close()
         await super().shutdown()
 
@@ -54,15 +42,13 @@ class DPAsyncMPClient(AsyncMPClient):
         last_ranks, last_s = None, 0.0
         while True:
             ranks = tuple((r.life.rank_id, r.life.health.state.value, r.life.load) for r in self._ranks.values())
-            if ranks != last_ranks or self._clock() - last_s >= IDLE_REPORT_INTERVAL_S:
+            is_due = ranks != last_ranks or self._clock() - last_s >= IDLE_REPORT_INTERVAL_S
+            if is_due and self._coordinator.report(self.place.url, ranks):
                 last_ranks, last_s = ranks, self._clock()
-                self._coordinator.send([encode(m.MemberReport(self._member, self.place.url, ranks))])
             await asyncio.sleep(m.LOAD_REPORT_INTERVAL_S)
 
-    def _on_coordinator_message(self, frames: list[bytes]) -> None:
-        message = self._decode(frames[-1])
-        if isinstance(message, m.GroupLoads):
-            self._group, self._group_at_s = message, self._clock()
+    def _on_group_loads(self, loads: m.GroupLoads) -> None:
+        self._group, self._group_at_s = loads, self._clock()
 
     def group_status(self, now: float) -> tuple[dict[str, Any], ...]:
         if self._group is None:

@@ -21,18 +21,32 @@ import zmq
 from cores.codec import MAX_FRAME_BYTES
 
 MAX_FRAMES_PER_TURN = 64  # then the loop gets a turn: a flood must not starve HTTP
+LOSSY_HIGH_WATER_MARK = 4
 
 
 class LoopSocket:
-    """A ZMQ socket whose incoming messages are handed to `on_message(frames)` on the running loop."""
+    """A ZMQ socket whose incoming messages are handed to `on_message(frames)` on the running loop.
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], kind: int, on_message: Callable[[list[bytes]], None]) -> None:
+    A lossy one keeps nothing for a peer that is not there or does not read: `send` raises `zmq.Again`.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        kind: int,
+        on_message: Callable[[list[bytes]], None],
+        *,
+        is_lossy: bool = False,
+        linger_ms: int = 0,
+    ) -> None:
         self._socket = context.socket(kind)
         self._on_message = on_message
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled: asyncio.Handle | None = None
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # a full queue must not block or drop: bytes are bounded by what is in flight
+        self._socket.setsockopt(zmq.LINGER, linger_ms)
+        # Not lossy: a full queue must not block or drop. Bytes are bounded by what is in flight.
+        self._socket.setsockopt(zmq.SNDHWM, LOSSY_HIGH_WATER_MARK if is_lossy else 0)
+        self._socket.setsockopt(zmq.IMMEDIATE, is_lossy)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         if kind == zmq.ROUTER:
@@ -54,14 +68,20 @@ class LoopSocket:
         self._loop.add_reader(self._socket.FD, self._drain)
         self._schedule_drain()  # what came before the reader was there raised no edge for it
 
+    @property
+    def is_closed(self) -> bool:
+        return bool(self._socket.closed)
+
     def send(self, frames: list[bytes]) -> None:
         """Without blocking. Raises `zmq.ZMQError`: EHOSTUNREACH when a ROUTER's peer is gone."""
-        self._socket.send_multipart(frames, zmq.NOBLOCK)
-        self.poke()
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        finally:
+            self.poke()  # a send that fails may have swallowed the edge, too
 
     def poke(self) -> None:
         """Reads soon if there is something to read: the edge may have been swallowed (see above)."""
-        if self._loop is not None and int(self._socket.EVENTS) & zmq.POLLIN:
+        if self._loop is not None and not self.is_closed and int(self._socket.EVENTS) & zmq.POLLIN:
             self._schedule_drain()
 
     def drain_now(self) -> None:

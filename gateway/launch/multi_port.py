@@ -76,20 +76,24 @@ async def _supervise(configs: list[GatewayConfig], ray_directory: Path) -> int:
     signals = StopSignals()
     asked = asyncio.create_task(signals.asked.wait())
     try:
-        async with _shared_ray(configs, ray_directory) as configs:
-            endpoints = [await Endpoint.start(config, len(configs)) for config in configs]
-            with cancelled_at_exit(asked):
+        with cancelled_at_exit(asked):
+            async with _shared_ray(configs, ray_directory, asked) as configs:
+                if asked.done():
+                    return 0  # nothing has begun that could be stopped
+                endpoints = [await Endpoint.start(config, len(configs)) for config in configs]
                 failed = await _watch(endpoints, asked)
-            orderly = await _stop(endpoints, configs[0].server.shutdown_timeout, signals)
-            return EXIT_FAILED if failed or not orderly else 0
+                orderly = await _stop(endpoints, configs[0].server.shutdown_timeout, signals)
+                return EXIT_FAILED if failed or not orderly else 0
     except LaunchError as error:
         logger.error("%s", error)
         return EXIT_FAILED
 
 
 @contextlib.asynccontextmanager
-async def _shared_ray(configs: list[GatewayConfig], directory: Path) -> AsyncIterator[list[GatewayConfig]]:
-    """One embedded cluster that all endpoints join, where they would start one each."""
+async def _shared_ray(
+    configs: list[GatewayConfig], directory: Path, asked: asyncio.Task[bool]
+) -> AsyncIterator[list[GatewayConfig]]:
+    """One embedded cluster that all endpoints join, where they would start one each. Half a cluster if `asked` comes first."""
     parallel = configs[0].parallel
     if parallel.data_parallel_backend != "ray" or parallel.ray_address is not None:
         yield configs
@@ -98,7 +102,13 @@ async def _shared_ray(configs: list[GatewayConfig], directory: Path) -> AsyncIte
     cluster = EmbeddedRayCluster(directory)
     try:
         logger.info("starting Ray on this machine")
-        await cluster.start()
+        starting = asyncio.create_task(cluster.start())
+        await asyncio.wait({starting, asked}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait({starting})
+        else:
+            starting.result()
         yield [dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, ray_address=cluster.address)) for c in configs]
     finally:
         await cluster.stop()
@@ -166,7 +176,8 @@ async def _stop(endpoints: list[Endpoint], drain_timeout_s: float, signals: Stop
         _signal_all(endpoints, signal.SIGTERM)
         await asyncio.wait({all_ended}, timeout=KILL_TIMEOUT_S)
     await asyncio.gather(*(endpoint.child.kill() for endpoint in endpoints))
-    return not any(await all_ended)
+    # One that had no handler yet is killed by the signal itself: it had begun nothing.
+    return all(code in (0, -signal.SIGTERM) for code in await all_ended)
 
 
 def _signal_all(endpoints: list[Endpoint], number: int) -> None:

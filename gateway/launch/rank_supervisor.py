@@ -66,6 +66,11 @@ class _Life:
         if not self.death.done():
             self.death.set_result(cause)
 
+    def on_watcher_done(self, watcher: asyncio.Task[None]) -> None:
+        """One that nobody watches could be dead for ever without being missed."""
+        if not watcher.cancelled() and (error := watcher.exception()) is not None:
+            self.prove_death(f"its process cannot be watched any more: {type(error).__name__}: {error}")
+
 
 class RankSupervisor:
     """`on_change` gets the whole state after every change; `on_no_rank_left` the last cause, when no rank will come back."""
@@ -177,6 +182,7 @@ class RankSupervisor:
         except LaunchError as error:
             return str(error)
         life.watcher = asyncio.create_task(self._watch_process(life.handle, life))
+        life.watcher.add_done_callback(life.on_watcher_done)
         self._ledger.on_process(life.rank_id, life.handle.pid)
         self._publish()
         if await self._becomes_ready(life, self._plan.ready_timeout_s):

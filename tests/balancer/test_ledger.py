@@ -42,6 +42,7 @@ def test_report_replaces_the_bookings_that_it_contains(ledger: LoadLedger) -> No
     view = ledger.view(RANK, now=1.25)
     assert (view.num_waiting, view.num_running, view.num_prefill_tokens, view.num_decodes) == (1, 1, 100, 1)
     assert (view.kv_cache_usage, view.step_ms, view.prefill_tokens_per_s, view.report_age_s) == (0.25, 7.0, 9e3, 0.25)
+    assert ledger.num_unreported_tokens == 100
 
 
 # Seen in the field: a snapshot that overwrites what was dispatched after it was taken, in the middle of a burst.

@@ -80,6 +80,17 @@ def test_rank_that_dies_while_loading_ends_the_start_with_its_cause_last(marked:
     assert marked.leftovers() == []
 
 
+def test_signal_while_the_supervisor_starts_ray_ends_it_at_once_and_in_order(marked: MarkedRun, ray_serve: list[str]) -> None:
+    serve = marked.start(*ray_serve, "--data-parallel-multi-port-external-lb")
+    marked.until_log_has("starting Ray on this machine")
+    serve.terminate()
+    marked.see()
+    assert serve.wait(END_TIMEOUT_S) == 0
+    assert "endpoint of rank 0 started" not in marked.log()
+    poll_until(lambda: not marked.processes(), "no process is left")
+    assert marked.leftovers() == []
+
+
 def test_endpoints_under_one_supervisor_share_one_ray(marked: MarkedRun, ray_serve: list[str]) -> None:
     port = 29500 + os.getpid() % 500
     serve = marked.start(*ray_serve, "--data-parallel-multi-port-external-lb", "--data-parallel-rpc-port", str(port))

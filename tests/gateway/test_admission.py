@@ -62,6 +62,15 @@ def test_two_front_ends_share_one_limit(pair: list[SharedSlots]) -> None:
     first.admit(Usage(6, 0), Usage(3, 0), now=0.0)
 
 
+def test_tokens_that_all_front_ends_hear_of_count_once(pair: list[SharedSlots]) -> None:
+    first, second = (Admission(LIMITS, slots) for slots in pair)
+    first.admit(Usage(), Usage(1, 300), now=0.0, reported_tokens=400)
+    second.admit(Usage(), Usage(1, 300), now=0.0, reported_tokens=400)
+    with pytest.raises(OverloadedError, match="1000 prompt tokens of at most 1000"):
+        second.admit(Usage(1, 300), Usage(1, 1), now=0.0, reported_tokens=400)
+    second.admit(Usage(1, 0), Usage(1, 100), now=0.0, reported_tokens=600)  # its first is in the ranks' reports now
+
+
 def test_a_restarted_front_end_begins_with_an_empty_slot(pair: list[SharedSlots], tmp_path: Path) -> None:
     pair[1].set(Usage(7, 70))
     assert pair[0].others() == Usage(7, 70)
@@ -82,3 +91,12 @@ def test_retry_after_follows_the_measured_drain_rate() -> None:
     assert rate.seconds_for(10, now=9.0) == 5.0
     assert rate.seconds_for(10_000, now=9.0) == 60.0
     assert rate.seconds_for(10, now=100.0) == 1.0
+
+
+def test_retry_after_does_not_take_tokens_for_sequences() -> None:
+    admission = Admission(LIMITS, OneFrontEnd())
+    for second in range(5):
+        admission.drain_rate.on_ended(1, now=float(second))
+    refusal = admission.refusal(Usage(4, 900), Usage(2, 800), now=4.0)
+    assert refusal is not None
+    assert refusal.retry_after_s == 2.0

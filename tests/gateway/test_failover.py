@@ -116,7 +116,7 @@ def test_a_request_that_ends_while_it_waits_is_not_sent(tokenizer: Tokenizer) ->
     stage = Stage(tokenizer)
     stage.client.is_full = True
     stage.failover.on_death([stage.sent])
-    stage.outputs.abort("r")
+    stage.failover.drop(stage.outputs.abort("r"))
     assert stage.failover.num_waiting == 0
     stage.client.is_full = False
     stage.failover.resume()

@@ -241,3 +241,14 @@ async def test_leaving_a_session_aborts_its_piece_and_a_session_without_pieces_i
         await collect(llm, prompt(), params(5))
     with pytest.raises(InvalidRequestError, match="n must be 1"):
         await collect(llm, prompt("one"), params(5, n=2))
+
+
+async def test_a_reader_that_leaves_while_its_request_waits_for_a_restart_leaves_nothing_behind(start: Start) -> None:
+    llm = await start(1, step_ms=5, fault_tolerance=FaultConfig(engine_restarts=1))
+    reader = asyncio.create_task(collect(llm, "x", params(4000)))
+    await until(lambda: llm.status().ranks[0].running == 1, "the request runs")
+    os.kill(llm.status().ranks[0].pid or 0, signal.SIGKILL)
+    await until(lambda: llm.failover.num_waiting == 1, "the request waits")
+    reader.cancel()
+    await asyncio.gather(reader, return_exceptions=True)
+    assert llm.failover.num_waiting == llm.output_processor.num_unfinished == 0

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
-from balancer.coordinator import MAX_BURST, Coordinator, bind, read_address
+from balancer.coordinator import MAX_BURST, DPCoordinator, bind, read_address
 from cores.codec import decode, encode
 from cores.messages import GroupLoads, MemberLeft, MemberReport, RankId, RankLoad, Shutdown
 from cores.testing import ManualClock
@@ -192,7 +192,7 @@ def test_bad_configuration_ends_the_process_with_one_line() -> None:
 
 def test_burst_is_bounded_so_that_the_timer_gets_its_turn(context: zmq.Context[zmq.Socket[bytes]], connect: Dealers) -> None:
     with bind(context, "inproc://coordinator") as router:
-        coordinator = Coordinator(router, ManualClock())
+        coordinator = DPCoordinator(router, ManualClock())
         dealer = connect("inproc://coordinator")
         for waiting in range(MAX_BURST + 10):
             dealer.send(encode(make_report("a", 0, waiting)))

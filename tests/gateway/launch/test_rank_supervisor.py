@@ -23,6 +23,10 @@ class FakeRank:
         self.was_killed = False
         self._end: asyncio.Future[RankExit] = asyncio.get_running_loop().create_future()
 
+    def lose(self, error: Exception) -> None:
+        """Whoever waits for its end will not be told."""
+        self._end.set_exception(error)
+
     def end(self, cause: str, *, abrupt: bool = True) -> None:
         if not self._end.done():
             self._end.set_result(RankExit(cause, abrupt))
@@ -147,6 +151,16 @@ async def test_proof_of_a_front_end_counts_and_the_process_is_killed_before_its_
     assert RankId(0, 2) not in group.launcher.lives
     life.end("gone")
     await group.until(lambda: RankId(0, 2) in group.launcher.lives)
+    assert life.was_killed
+
+
+async def test_a_rank_that_cannot_be_watched_any_more_is_dead_and_killed(group: Group) -> None:
+    await group.bring_up()
+    life = group.launcher.lives[RankId(0, 1)]
+    life.lose(ConnectionError("the cluster is gone"))
+    await group.until(lambda: RankId(0, 2) in group.launcher.lives)
+    dead = next(state.ranks[0] for state in group.states if state.ranks[0].state == "dead")
+    assert dead.cause == "its process cannot be watched any more: ConnectionError: the cluster is gone"
     assert life.was_killed
 
 

@@ -1,0 +1,160 @@
+"""The core client against a launcher and engines that say exactly what the test wants, over real sockets."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from cores.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineCoreDead,
+    EngineCoreOutputs,
+    Heartbeat,
+    RankDied,
+    RankId,
+    RankLoad,
+    RankRecord,
+    RankSuspected,
+    SchedulerStats,
+)
+from gateway.core_client.base import EngineDied, EngineFailed
+from gateway.errors import EngineDeadError, OverloadedError
+from tests.gateway.core_client.fake_group import FakeGroup
+
+ZERO, ONE = RankId(0, 1), RankId(1, 1)
+
+
+@pytest.fixture
+async def group() -> AsyncIterator[FakeGroup]:
+    with tempfile.TemporaryDirectory(prefix="gw-", dir="/tmp") as directory:  # a Unix socket's path must be short
+        group = FakeGroup(Path(directory))
+        await group.start()
+        yield group
+        group.client.ledger.check_invariants()
+        await group.close()
+
+
+async def test_a_request_is_on_the_books_until_it_is_aborted_once_at_the_rank_that_holds_it(group: FakeGroup) -> None:
+    handle, rank_id = group.add_request()
+    engine = group.engines[rank_id.rank]
+    sent = await engine.command()
+    assert isinstance(sent, AddRequest)
+    assert sent.request.handle == handle
+    group.client.abort_requests([handle, handle, 999])
+    assert await engine.command() == AbortRequests(sent.seq + 1, (handle, handle))
+    assert group.client.ledger.num_in_flight == 0
+
+
+async def test_an_aborted_request_is_no_load_any_more_whatever_the_last_report_says(group: FakeGroup) -> None:
+    handle, rank_id = group.add_request()
+    engine = group.engines[rank_id.rank]
+    sent = await engine.command()
+    assert isinstance(sent, AddRequest)
+    await engine.say(group.outputs(rank_id, 0, handle, command_seq=sent.seq))
+    await group.received()
+    view = group.client.ledger.view(rank_id, group.clock())
+    assert (view.num_requests, view.num_decodes) == (1, 1)
+    group.client.abort_requests([handle])
+    view = group.client.ledger.view(rank_id, group.clock())
+    assert (view.num_requests, view.num_decodes) == (0, 0)
+
+
+async def test_a_silent_rank_leaves_rotation_and_comes_back_with_its_next_word(group: FakeGroup) -> None:
+    group.clock.sleep(3.5)
+    alive = Heartbeat(ZERO, 1, False, 0, RankLoad(), SchedulerStats())
+    await group.engines[0].say(alive)
+    await group.until(lambda: (group.state(0), group.state(1)) == ("ready", "suspect"))
+    await group.until(lambda: any(isinstance(m, RankSuspected) and m.rank_id == ONE for m in group.said))
+    assert {group.add_request()[1] for _ in range(4)} == {ZERO}
+    with pytest.raises(OverloadedError):
+        group.add_request(pinned_rank=1)
+    await group.engines[1].say(Heartbeat(ONE, 1, False, 0, RankLoad(), SchedulerStats()))
+    await group.until(lambda: group.state(1) == "ready")
+    assert group.add_request(pinned_rank=1)[1] == ONE
+
+
+async def test_tokens_that_came_before_the_launchers_verdict_are_delivered_before_the_death(group: FakeGroup) -> None:
+    handle, _ = group.add_request(pinned_rank=0)
+    for step in range(5):
+        await group.engines[0].say(group.outputs(ZERO, step, handle))
+    await group.until(lambda: group.client.rank_statuses(group.clock())[0].running)
+    group.tell_state(RankRecord(0, 1, "dead", "killed"), RankRecord(1, 1, "ready"))
+    for step in range(5):
+        message = await group.received()
+        assert isinstance(message, EngineCoreOutputs)
+        assert message.step == step
+    died = await group.received()
+    assert died == EngineDied(ZERO, "killed")
+    assert [sent.request.handle for sent in group.client.on_engine_died(died)] == [handle]
+    assert group.client.ledger.num_in_flight == 0
+
+
+async def test_the_first_proof_of_a_death_counts_and_the_launcher_hears_of_it_once(group: FakeGroup) -> None:
+    await group.engines[0].say(EngineCoreDead(ZERO, "out of memory\nTraceback"))
+    assert await group.received() == EngineDied(ZERO, "out of memory")
+    group.tell_state(RankRecord(0, 1, "dead", "exited with code 1", restart_pending=True), RankRecord(1, 1, "ready"))
+    await group.engines[0].say(EngineCoreDead(ZERO, "again"))
+    await group.until(lambda: group.client.num_stale_frames)
+    status = group.client.rank_statuses(group.clock())[0]
+    assert (status.state, status.death_cause, status.deaths) == ("dead", "out of memory", 1)
+    assert [m for m in group.said if isinstance(m, RankDied)] == [RankDied(ZERO, "out of memory")]
+
+
+async def test_a_restarted_rank_takes_requests_and_frames_of_its_old_life_are_dropped(group: FakeGroup) -> None:
+    handle, _ = group.add_request(pinned_rank=0)
+    old = group.engines[0]
+    group.tell_state(RankRecord(0, 1, "dead", "killed", 1, None, True), RankRecord(1, 1, "ready"))
+    await group.until(lambda: group.state(0) == "dead")
+    group.tell_state(RankRecord(0, 2, "restarting", "killed", 1), RankRecord(1, 1, "ready"))
+    await group.until(lambda: group.state(0) == "restarting")
+    await group.begin_life(RankId(0, 2))
+    await group.until(lambda: group.state(0) == "ready")
+
+    stale = group.client.num_stale_frames
+    await old.say(group.outputs(ZERO, 9, handle))
+    await group.until(lambda: group.client.num_stale_frames == stale + 1)
+    (lost,) = group.client.on_engine_died(EngineDied(ZERO, "killed"))
+    assert lost.request.handle == handle
+    assert group.add_request(pinned_rank=0)[1] == RankId(0, 2)
+    assert isinstance(await group.engines[0].command(), AddRequest)
+    assert [e.kind for e in group.client.events.events(0.0) if e.rank == 0] == ["ready", "death", "restart", "ready"]
+    old.hang_up()
+
+
+async def test_a_request_for_a_rank_that_has_hung_up_is_not_on_the_books(group: FakeGroup) -> None:
+    group.engines[0].hang_up()
+
+    def is_noticed() -> bool:
+        try:
+            group.add_request(pinned_rank=0)
+        except EngineDeadError:
+            return True
+        return False
+
+    await group.until(is_noticed)
+    booked = group.client.ledger.handles_on(ZERO)
+    with pytest.raises(EngineDeadError, match="cannot be reached"):
+        group.add_request(pinned_rank=0)
+    assert group.client.ledger.handles_on(ZERO) == booked
+
+
+async def test_frames_that_are_none_of_ours_are_counted_and_harm_nobody(group: FakeGroup) -> None:
+    await group.engines[0].say_bytes(b"\xc1 nonsense")
+    await group.engines[0].say(RankDied(RankId(7, 1), "of a rank that does not exist"))
+    await group.until(lambda: group.client.num_malformed_frames == group.client.num_stale_frames == 1)
+    assert group.state(0) == "ready"
+
+
+async def test_a_client_whose_own_clockwork_fails_says_that_it_is_dead(group: FakeGroup) -> None:
+    def broken(life: object, now: float) -> None:
+        raise RuntimeError("a wheel is off")
+
+    group.client._check_silence = broken  # type: ignore[method-assign]
+    received = [await group.received() for _ in range(3)]
+    assert {type(message) for message in received[:2]} == {EngineDied}
+    assert isinstance(received[2], EngineFailed)
+    assert "a wheel is off" in (group.client.failure or "")
