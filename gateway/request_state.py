@@ -18,8 +18,8 @@ class RequestStream:
     """One request as its reader sees it: its sequences share a sink, statistics and one end."""
 
     __slots__ = (
-        "external_id", "internal_id", "num_open", "parent", "prompt", "prompt_token_ids", "rank", "sink", "states", "stats",
-        "waits_for_all",
+        "external_id", "internal_id", "lora_name", "num_open", "parent", "prompt", "prompt_token_ids", "rank", "sink",
+        "states", "stats", "waits_for_all",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +44,7 @@ class RequestStream:
         self.states: dict[int, RequestState] = {}  # of those, by handle
         self.stats = RequestStats(arrival_s)
         self.rank: int | None = None
+        self.lora_name: str | None = None
 
     def put(self, completion: CompletionOutput) -> None:
         """To the reader; a completion with a finish reason ends its sequence."""

@@ -44,7 +44,15 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         continuous_usage=bool(options and options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),
     )
-    outputs = generate(engine, [prompt], params, routing, priority=body.priority or 0, cache_salt=body.cache_salt)
+    outputs = generate(
+        engine,
+        [prompt],
+        params,
+        routing,
+        lora_request=state.lora_of(model),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
+    )
     return await respond(request, CHAT, answer, outputs, stream=bool(body.stream))
 
 
