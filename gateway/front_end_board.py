@@ -110,9 +110,10 @@ def _whole_rank(own: RankStatus, others: Sequence[Report], counted: Sequence[Sta
 
 
 def _sum_of_loras(snapshots: Sequence[StatusSnapshot]) -> tuple[LoraStatus, ...]:
-    """Every front end knows all adapters, and counts its own requests for them."""
+    """Ours are all there are, but for those that the others' requests still use. Each counts its own requests."""
     total: dict[str, LoraStatus] = {}
-    for lora in (lora for snapshot in snapshots for lora in snapshot.loras):
+    own, *others = (snapshot.loras for snapshot in snapshots)
+    for lora in (*own, *(lora for loras in others for lora in loras if lora.waiting or lora.running)):
         known = total.get(lora.name, LoraStatus(lora.name))
         total[lora.name] = LoraStatus(lora.name, known.waiting + lora.waiting, known.running + lora.running)
     return tuple(total.values())
