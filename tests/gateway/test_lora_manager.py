@@ -63,17 +63,20 @@ class LocalRanks:
             return self.answers[rank_id.rank, method]
         result = self.cores[rank_id].call_utility(UtilityCall(1, 1, method, args))
         self.cores[rank_id].check_invariants()
-        return result.value if result.error is None else EngineGenerateError(f"{rank_id}: {result.error}")
+        assert result is not None
+        if result.error is None:
+            return result.value
+        return (InvalidRequestError if result.is_refusal else EngineGenerateError)(f"{rank_id}: {result.error}")
 
     def set_missing_loras(self, rank_id: RankId, missing: dict[str, str]) -> None:
         self.missing[rank_id] = missing
 
     def names(self) -> dict[RankId, list[str]]:
-        return {rank_id: [lora["name"] for lora in core.list_loras()] for rank_id, core in self.cores.items()}
+        return {rank_id: [lora["name"] for lora in core.loras.list_loras()] for rank_id, core in self.cores.items()}
 
     def num_held(self) -> list[int]:
         """Adapters in memory by rank, with a name or without."""
-        return [len(core._loras._held) for core in self.cores.values()]
+        return [len(core.loras._adapters._held) for core in self.cores.values()]
 
 
 R0, R1 = RankId(0, 1), RankId(1, 1)
@@ -117,7 +120,7 @@ async def test_an_adapter_is_there_on_every_rank_before_anybody_can_ask_for_it(
     assert manager.find("sql") == adapter
     assert manager.adapters() == [adapter]
     assert ranks.names() == {R0: ["sql"], R1: ["sql"]}
-    assert [core.list_loras()[0]["id"] for core in ranks.cores.values()] == [adapter.id] * 2
+    assert [core.loras.list_loras()[0]["id"] for core in ranks.cores.values()] == [adapter.id] * 2
 
 
 async def test_what_one_rank_cannot_load_no_rank_keeps(ranks: LocalRanks, paths: dict[str, str]) -> None:
@@ -160,7 +163,7 @@ async def test_a_rank_that_starts_again_gets_everything_back(ranks: LocalRanks, 
     del ranks.cores[R1]
     ranks.start(RankId(1, 2))
     await manager.restore(RankId(1, 2))
-    assert ranks.cores[RankId(1, 2)].list_loras() == ranks.cores[R0].list_loras()
+    assert ranks.cores[RankId(1, 2)].loras.list_loras() == ranks.cores[R0].loras.list_loras()
     assert ranks.missing == {R0: {}, R1: {}, RankId(1, 2): {}}
 
 
@@ -228,7 +231,7 @@ async def test_pins_are_refused_alike_and_kept_nowhere(ranks: LocalRanks, paths:
         await manager.add(str(i), path)
     await manager.pin("0")
     await manager.pin("1")
-    with pytest.raises(EngineGenerateError, match=r"rank 0 .*cannot be pinned"):
+    with pytest.raises(InvalidRequestError, match=r"rank 0 .*cannot be pinned"):
         await manager.pin("2")
     assert [adapter.is_pinned for adapter in manager.adapters()] == [True, True, False]
     with pytest.raises(InvalidRequestError, match="'3' cannot be found"):
@@ -264,13 +267,13 @@ async def test_the_first_front_end_learns_what_ranks_began_with_and_others_follo
     ranks: LocalRanks, paths: dict[str, str], tmp_path: Path
 ) -> None:
     for core in ranks.cores.values():
-        core.load_lora_modules((f"sql={paths['sql']}",))
+        core.loras.load_modules((f"sql={paths['sql']}",))
     managers = [await start(ranks, SharedLoraStore(tmp_path / "loras.json")) for _ in range(2)]
     assert [adapter.path for adapter in managers[0].adapters()] == [paths["sql"]]
     await managers[1].add("chat", paths["chat"])
     await managers[0].remove("sql")
     assert managers[0].adapters() == managers[1].adapters() == [managers[0].find("chat")]
-    ranks.cores[R0].stage_lora(paths["sql"])  # a third one died in the middle of a change
+    ranks.cores[R0].loras.stage_lora(paths["sql"])  # a third one died in the middle of a change
     again = await start(ranks, SharedLoraStore(tmp_path / "loras.json"))
     assert again.adapters() == managers[0].adapters()
     assert ranks.num_held() == [1, 1]

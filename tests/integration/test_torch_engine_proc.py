@@ -55,7 +55,7 @@ def test_adapters_of_the_command_line_are_served_from_the_start(engine: EngineHa
     settings = SETTINGS | {"enable_lora": True}
     in_hand = Engine(model, max_num_batched_tokens=64, enable_lora=True)
     for name, path in paths.items():
-        in_hand.core.add_lora(name, path)
+        in_hand.core.loras.add_lora(name, path)
     names = [None, "a", "b"]
     requests = [make_request(i, 9 * i, temperature=i % 2, max_tokens=12, lora_name=names[i % 3]) for i in range(1, 9)]
     expected = in_hand.run(requests)
