@@ -15,6 +15,7 @@ class RoutingRequest:
     pinned_rank: int | None = None  # the caller chose (`X-data-parallel-rank`); no policy is asked
     session_id: str | None = None
     priority: int = 0  # lower first
+    lora_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Iterable
-from typing import Any
 
-from cores.config import ConfigError, EngineConfig, parse_lora_modules
+from cores.config import EngineConfig
 from cores.kv_cache_manager import KVCacheManager
-from cores.lora import LoraAdapters, LoraError, LoraNotFoundError
+from cores.lora import LoraError
+from cores.lora_operations import LoraOperations
 from cores.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -28,7 +28,7 @@ from cores.request import Request
 from cores.runner.interface import ModelInfo, ModelRunner
 from cores.sampling_params import InvalidParameterError
 from cores.scheduler import RequestUpdate, Scheduler, SchedulerConfig
-from cores.utilities import Utilities, utility
+from cores.utilities import Utilities
 
 logger = logging.getLogger(__name__)
 
@@ -83,13 +83,13 @@ class EngineCore:
             ),
             kv_cache,
         )
-        self._loras = LoraAdapters(runner, max_loras)
+        self.loras = LoraOperations(runner, self._scheduler, max_loras)
         self._times = StepTimes()
         self._ended: list[tuple[int, int, Finished]] = []  # (client, handle, how) of requests that ended outside a step
         self.operations = Operations(
             rank_id, self._scheduler, runner, self.abort_all, lambda: self.has_requests or bool(self._ended), config.profile_dir
         )
-        self._utilities = Utilities(rank_id, self, self.operations)
+        self._utilities = Utilities(rank_id, self, self.operations, self.loras)
 
     @property
     def max_model_len(self) -> int:
@@ -137,7 +137,7 @@ class EngineCore:
         error, lora_id = self._error_in(request), None
         if error is None and request.lora_name is not None:
             try:
-                lora_id = self._loras.resolve(request.lora_name, request.lora_id)
+                lora_id = self.loras.resolve(request.lora_name, request.lora_id)
             except LoraError as refusal:
                 error = str(refusal)
         if error is not None:
@@ -195,64 +195,6 @@ class EngineCore:
         """Results by front end that have become due. To be asked after every step."""
         return self._utilities.take_late_results()
 
-    # --- LoRA adapters ------------------------------------------------------------------------------------------------
-
-    def load_lora_modules(self, words: tuple[str, ...]) -> None:
-        """The adapters that are there from the start. Raises `ConfigError`."""
-        for name, path in parse_lora_modules(words).items():
-            try:
-                self.add_lora(name, path)
-            except LoraError as error:
-                raise ConfigError(f"--lora-modules {name}={path}: {error}") from error
-
-    @utility
-    def add_lora(self, name: str, path: str, lora_id: str | None = None) -> dict[str, Any]:
-        """Serves an adapter under a name, in place of another one of that name: see `LoraAdapters.add`."""
-        lora = self._loras.add(name, path, lora_id)
-        self._on_loras_changed()
-        return lora.to_plain()
-
-    @utility
-    def remove_lora(self, name: str) -> bool:
-        """New requests for it are refused, those that have come go on. False when there is none of that name."""
-        was_there = self._loras.remove(name)
-        self._on_loras_changed()
-        return was_there
-
-    @utility
-    def list_loras(self) -> list[dict[str, Any]]:
-        return [lora.to_plain() for lora in self._loras.loras()]
-
-    @utility
-    def pin_lora(self, name: str) -> None:
-        """Keeps it resident from its next use on."""
-        self._loras.pin(name)
-        self._on_loras_changed()
-
-    @utility
-    def stage_lora(self, path: str) -> dict[str, Any]:
-        """First half of an `add_lora` on several ranks: loads the adapter and returns its id. That it cannot be served is an
-        answer too, with the reason. `sync_loras` takes it back."""
-        try:
-            return {"id": self._loras.stage(path), "error": None, "is_missing": False}
-        except LoraError as error:
-            return {"id": None, "error": str(error), "is_missing": isinstance(error, LoraNotFoundError)}
-
-    @utility
-    def sync_loras(self, wanted: list[Any]) -> dict[str, str]:
-        """Makes these, as [name, path, id, is pinned], all adapters that there are. Why some are missing that cannot be had."""
-        missing = self._loras.sync(wanted)
-        self._on_loras_changed()
-        return missing
-
-    def _on_loras_changed(self) -> None:
-        self._scheduler.loras.pinned = self._loras.pinned
-        self._drop_unused_loras()
-
-    def _drop_unused_loras(self) -> None:
-        if self._loras.unnamed:
-            self._loras.drop_unused(self._scheduler.lora_ids())
-
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> dict[int, EngineCoreOutputs]:
@@ -264,7 +206,7 @@ class EngineCore:
             updates = self._scheduler.update(batch, self._runner.execute(batch))
             self.step_count += 1
             self._times.add(self._clock() - start, batch.num_tokens - batch.num_decodes)
-            self._drop_unused_loras()
+            self.loras.drop_unused()
         return self._make_outputs(updates)
 
     def _make_outputs(self, updates: list[RequestUpdate]) -> dict[int, EngineCoreOutputs]:
@@ -306,7 +248,7 @@ class EngineCore:
 
     def check_invariants(self) -> None:
         self._scheduler.check_invariants()
-        self._loras.check_invariants()
+        self.loras.check_invariants()
         self.operations.standstill.check_invariants()
 
 

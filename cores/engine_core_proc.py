@@ -96,7 +96,7 @@ class EngineCoreProc:
         control.send(encode(EngineStarting(self._rank_id, os.getpid(), f"loading {launch.config.model}")), zmq.NOBLOCK)
         runner = make_runner(launch)
         core = EngineCore(self._rank_id, launch.config, runner.load(), runner, self._clock)
-        core.load_lora_modules(launch.config.lora_modules)
+        core.loras.load_modules(launch.config.lora_modules)
         loop = EngineLoop(core, self._inbox, self._outbox, self._clock)
         self.is_loading = False
         self._start_threads(control, core, loop)

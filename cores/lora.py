@@ -16,8 +16,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from cores.utilities import OperationRefusedError
 
-class LoraError(ValueError):
+
+class LoraError(OperationRefusedError):
     """An adapter that cannot be served, or is not there. Says which and why."""
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from balancer.load import RoutingRequest
 from cores.messages import EngineCoreOutputs, EngineCoreRequest, UtilityResult
-from cores.sampling_params import OPTIONAL_FEATURES, SamplingParams
+from cores.sampling_params import SamplingParams
 from gateway.admission import Admission, OneFrontEnd, Usage, UsageSlots
 from gateway.config import GatewayConfig
 from gateway.core_client import AsyncMPClient, make_async_mp_client
@@ -38,7 +38,9 @@ from gateway.grammar_checker import GrammarChecker
 from gateway.input_processor import InputProcessor
 from gateway.input_session import InputSession
 from gateway.loop_lag import LoopLag
-from gateway.models import resolve_model
+from gateway.lora_manager import LoraManager
+from gateway.lora_store import LoraStore, OwnLoraStore
+from gateway.models import with_absolute_paths
 from gateway.operations import UTILITY_TIMEOUT_S
 from gateway.output_collector import RequestOutputCollector
 from gateway.output_processor import OutputProcessor
@@ -64,6 +66,7 @@ class AsyncLLM(EngineClient):
         core_client: AsyncMPClient,
         *,
         slots: UsageSlots | None = None,
+        lora_store: LoraStore | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -86,6 +89,14 @@ class AsyncLLM(EngineClient):
         self._stopped = False
         self._num_requests = 0
         self.admission = Admission(config.admission, slots or OneFrontEnd())
+        self.loras: LoraManager = LoraManager(
+            core_client,
+            lora_store or OwnLoraStore(),
+            config.server.served_model_name or (model_config.name,),
+            is_enabled=config.engine.enable_lora,
+        )
+        if self.loras.is_enabled:
+            core_client.before_serving = self.loras.restore
         self._trace_warned = False
         self._own_run_directory: str | None = None
 
@@ -96,12 +107,13 @@ class AsyncLLM(EngineClient):
         place: FrontEndPlace | None = None,
         on_shutdown: Callable[[float], None] | None = None,
         slots: UsageSlots | None = None,
+        lora_store: LoraStore | None = None,
     ) -> AsyncLLM:
         """An engine client whose ranks are all ready.
 
         Without a `place` (in a user's script) it starts the launcher and its engine cores as children, which end with it.
-        `on_shutdown` is called with a time in seconds when the launcher wants the front end to drain; `slots` are where several
-        front ends see each other's usage.
+        `on_shutdown` is called with a time in seconds when the launcher wants the front end to drain; `slots` and
+        `lora_store` are where several front ends see each other's usage and adapters.
 
         Raises `ConfigError` for a setting or model directory that cannot be used, `EngineDeadError` with the engine's own cause
         when a rank does not start.
@@ -112,13 +124,20 @@ class AsyncLLM(EngineClient):
             place = FrontEndPlace(run_directory=own_run_directory)
         core_client = None
         try:
-            config, path = _with_model_path(config)
-            renderer = Renderer.from_directory(path, config.server.chat_template)
+            config = dataclasses.replace(config, engine=with_absolute_paths(config.engine))
+            renderer = Renderer.from_directory(config.engine.model, config.server.chat_template)
             core_client = make_async_mp_client(config, place)
             if on_shutdown is not None:
                 core_client.on_shutdown = on_shutdown
             await core_client.start()
-            llm = cls(config, _model_config(config, core_client), renderer, core_client, slots=slots)
+            llm = cls(
+                config,
+                ModelConfig.of(config, core_client.ready_messages),
+                renderer,
+                core_client,
+                slots=slots,
+                lora_store=lora_store,
+            )
         except BaseException:
             if core_client is not None:
                 await core_client.shutdown()
@@ -127,6 +146,11 @@ class AsyncLLM(EngineClient):
             raise
         llm._own_run_directory = own_run_directory
         llm._start_output_handler()
+        try:
+            await llm.loras.adopt()
+        except BaseException:
+            await llm.shutdown()
+            raise
         return llm
 
     # --- state --------------------------------------------------------------------------------------------------------
@@ -186,8 +210,6 @@ class AsyncLLM(EngineClient):
                 async for output in outputs:
                     yield output
             return
-        if lora_request is not None:
-            raise InvalidRequestError(f"lora_request: no adapter is loaded, got {lora_request!r}", "lora_request")
         if trace_headers:
             self._warn_about_tracing()
         self.check_admission(num_sequences=0)
@@ -196,6 +218,7 @@ class AsyncLLM(EngineClient):
         more = Usage(params.n, len(processed.prompt_token_ids))
         self.admission.admit(self._usage, more, self._clock(), reported_tokens=self.core_client.num_reported_tokens)
         collector = RequestOutputCollector(params.output_kind)
+        lora = None if lora_request is None else self.loras.require(lora_request, "lora_request")
         request = EngineCoreRequest(
             handle=0,  # each sequence gets its own when it is submitted
             request_id=f"{request_id}-{uuid.uuid4().hex[:8]}",
@@ -206,12 +229,15 @@ class AsyncLLM(EngineClient):
             priority=priority,
             cache_salt=cache_salt,
             session_id=session_id,
+            lora_name=lora_request,
+            lora_id=None if lora is None else lora.id,
         )
         routing = RoutingRequest(
             num_prompt_tokens=len(request.prompt_token_ids),
             pinned_rank=data_parallel_rank,
             session_id=session_id,
             priority=priority,
+            lora_name=lora_request,
         )
         self._submit(request, routing, collector, request_id, prompt_text or processed.prompt_text)
         finished = False
@@ -254,6 +280,7 @@ class AsyncLLM(EngineClient):
                     parent=parent,
                     index=index,
                     arrival_s=self._clock(),
+                    lora_name=request.lora_name,
                 )
                 handles.append(handle)
                 child = dataclasses.replace(request, handle=handle, sampling_params=child_params)
@@ -448,6 +475,8 @@ class AsyncLLM(EngineClient):
             balancer=BalancerStatus(policy=policy, dispatch="early", signal_age_ms=max(ages, default=None)),
             events=client.events.events(now),
             group=client.group_status(now),
+            max_loras=self.config.engine.max_loras if self.loras.is_enabled else 0,
+            loras=self.loras.statuses(self.output_processor.count_by_lora),
         )
 
     def _state(self, rank_states: list[str]) -> str:
@@ -458,23 +487,3 @@ class AsyncLLM(EngineClient):
         if all(state == "ready" for state in rank_states):
             return "ready"
         return self.core_client.standstill or "degraded"
-
-
-def _with_model_path(config: GatewayConfig) -> tuple[GatewayConfig, str]:
-    path = str(resolve_model(config.engine.model))
-    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, model=path)), path
-
-
-def _model_config(config: GatewayConfig, core_client: AsyncMPClient) -> ModelConfig:
-    """What all ranks can do: the least of each."""
-    ready = core_client.ready_messages
-    path = config.engine.model
-    return ModelConfig(
-        name=(config.server.served_model_name or (os.path.basename(path.rstrip("/")),))[0],
-        path=path,
-        max_model_len=min(message.max_model_len for message in ready),
-        vocab_size=min(message.vocab_size for message in ready),
-        eos_token_ids=ready[0].eos_token_ids,
-        created=int(time.time()),
-        features=tuple(f for f in OPTIONAL_FEATURES if all(f in message.features for message in ready)),
-    )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from cores.messages import EngineReady
 from cores.sampling_params import OPTIONAL_FEATURES, SamplingParams
 from gateway.errors import EngineDeadError
 from gateway.operations import Operations
@@ -15,6 +18,7 @@ from gateway.outputs import RequestOutput
 if TYPE_CHECKING:
     from gateway.config import GatewayConfig
     from gateway.input_processor import InputProcessor
+    from gateway.lora_store import LoraAdapter
     from gateway.renderer import Renderer
     from gateway.status import StatusSnapshot
 
@@ -34,6 +38,34 @@ class ModelConfig:
     created: int  # Unix time, for /v1/models
     features: tuple[str, ...] = OPTIONAL_FEATURES  # what all ranks have of them
 
+    @classmethod
+    def of(cls, config: GatewayConfig, ranks: Sequence[EngineReady]) -> ModelConfig:
+        """What all ranks can do: the least of each."""
+        path = config.engine.model
+        return cls(
+            name=(config.server.served_model_name or (os.path.basename(path.rstrip("/")),))[0],
+            path=path,
+            max_model_len=min(ready.max_model_len for ready in ranks),
+            vocab_size=min(ready.vocab_size for ready in ranks),
+            eos_token_ids=ranks[0].eos_token_ids,
+            created=int(time.time()),
+            features=tuple(f for f in OPTIONAL_FEATURES if all(f in ready.features for ready in ranks)),
+        )
+
+
+class Loras(Protocol):
+    """The adapters of an endpoint: `LoraManager`, or a test's fake."""
+
+    def adapters(self) -> list[LoraAdapter]: ...
+
+    def find(self, name: str) -> LoraAdapter | None: ...
+
+    async def add(self, name: str, path: str, *, load_inplace: bool = False) -> LoraAdapter: ...
+
+    async def remove(self, name: str) -> None: ...
+
+    async def pin(self, name: str) -> None: ...
+
 
 class EngineClient(Operations):
     """The engine behind one endpoint, whatever its ranks are doing. Methods may be called from one event loop only."""
@@ -42,6 +74,7 @@ class EngineClient(Operations):
     model_config: ModelConfig
     renderer: Renderer
     input_processor: InputProcessor
+    loras: Loras
 
     # --- state ---
 
@@ -94,7 +127,8 @@ class EngineClient(Operations):
         """Streams the outputs of one request; the last one is `finished`, and there is always exactly one such end or an error.
 
         Nothing happens until the generator is iterated. Closing it aborts the request. `request_id` is the caller's name for
-        it, echoed and accepted by `abort`; two requests may share one. `prompt_text` is what `prompt` ids were made from.
+        it, echoed and accepted by `abort`; two requests may share one. `lora_request` is the name of an adapter, `prompt_text`
+        what `prompt` ids were made from.
         Pieces of a prompt are answered one after the other, on one rank; an output with a finish reason ends its piece.
 
         Raises `InvalidRequestError` before any token, `OverloadedError` when there is no room, `EngineGenerateError` when this
@@ -123,6 +157,28 @@ class EngineClient(Operations):
         raise NotImplementedError(f"encode: {self.model_config.name} does not pool")
 
     # --- operations: the rare ones are in `Operations` ---
+    async def add_lora(self, name: str, path: str, *, load_inplace: bool = False) -> LoraAdapter:
+        """Serves the adapter in a directory as the model `name`, on every rank or on none; a rank that starts again has it
+        before it takes requests. `load_inplace` also replaces one of that name, which requests under way keep.
+
+        Raises `InvalidRequestError` that names the rank and what is wrong with the adapter, 404 when it is not there.
+        """
+        return await self.loras.add(name, path, load_inplace=load_inplace)
+
+    async def remove_lora(self, name: str) -> None:
+        """Refuses new requests for it; those under way go on. Raises `InvalidRequestError` (404) when there is none."""
+        await self.loras.remove(name)
+
+    async def pin_lora(self, name: str) -> None:
+        """Keeps it resident on every rank from its next use on."""
+        await self.loras.pin(name)
+
+    async def list_loras(self) -> list[LoraAdapter]:
+        return self.loras.adapters()
+
+    def find_lora(self, name: str) -> LoraAdapter | None:
+        """The adapter that is served as the model `name`."""
+        return self.loras.find(name)
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)

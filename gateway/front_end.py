@@ -31,6 +31,7 @@ from gateway.config import ConfigError, GatewayConfig
 from gateway.core_client.base import FrontEndPlace
 from gateway.errors import GatewayError
 from gateway.front_end_board import PUBLISH_INTERVAL_S, FrontEndBoard, Report
+from gateway.lora_store import SharedLoraStore
 from gateway.server.app import RunningServer, run_server
 from gateway.server.state import ServerState
 
@@ -49,6 +50,7 @@ class FrontEnd:
         self.config = config
         self.place = place
         num_front_ends = config.server.api_server_count
+        self.shared_directory = shared_directory
         self.board = FrontEndBoard(shared_directory, place.index, num_front_ends)
         self.slots = SharedSlots(shared_directory / "admission", place.index, num_front_ends)
         self.state = ServerState(config, board=self.board)
@@ -75,8 +77,12 @@ class FrontEnd:
             return 0
         return await self._serve(llm, server or await run_server(self.state, listener))
 
+    async def _make_llm(self) -> AsyncLLM:
+        store = SharedLoraStore(self.shared_directory / "loras.json")
+        return await AsyncLLM.from_config(self.config, self.place, self.order_shutdown, self.slots, store)
+
     async def _start_engine(self) -> AsyncLLM | None:
-        start = asyncio.create_task(AsyncLLM.from_config(self.config, self.place, self.order_shutdown, self.slots))
+        start = asyncio.create_task(self._make_llm())
         await first_of(start, self.shutdown_ordered)
         if not start.done():
             start.cancel()

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from gateway.metrics import PlainHistograms
-from gateway.status import RankStatus, StatusSnapshot, Totals
+from gateway.status import LoraStatus, RankStatus, StatusSnapshot, Totals
 
 PUBLISH_INTERVAL_S = 0.25
 
@@ -94,6 +94,7 @@ def whole_endpoint(own: StatusSnapshot, others: Sequence[Report], past: Sequence
         front_ends=tuple(sorted(front_ends, key=lambda front_end: front_end.index)),
         totals=_sum_of_totals([own.totals, *(snapshot.totals for snapshot in counted)]),
         ranks=tuple(_whole_rank(rank, others, counted) for rank in own.ranks),
+        loras=_sum_of_loras([own, *(report.snapshot for report in others)]),
     )
 
 
@@ -106,6 +107,16 @@ def _whole_rank(own: RankStatus, others: Sequence[Report], counted: Sequence[Sta
         **{name: sum(getattr(rank, name) for rank in everybody) for name in _SHARES},
         **{name: max(getattr(rank, name) for rank in everybody) for name in _LIFETIME},
     )
+
+
+def _sum_of_loras(snapshots: Sequence[StatusSnapshot]) -> tuple[LoraStatus, ...]:
+    """Ours are all there are, but for those that the others' requests still use. Each counts its own requests."""
+    total: dict[str, LoraStatus] = {}
+    own, *others = (snapshot.loras for snapshot in snapshots)
+    for lora in (*own, *(lora for loras in others for lora in loras if lora.waiting or lora.running)):
+        known = total.get(lora.name, LoraStatus(lora.name))
+        total[lora.name] = LoraStatus(lora.name, known.waiting + lora.waiting, known.running + lora.running)
+    return tuple(total.values())
 
 
 def _sum_of_totals(totals: Sequence[Totals]) -> Totals:

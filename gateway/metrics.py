@@ -123,10 +123,10 @@ class RequestMetrics:
                 total.by_rank[int(rank) if rank else None].add_plain(by_name)
         return total
 
-    def render(self, snapshot: StatusSnapshot, prefix: str) -> bytes:
-        """The text of one scrape."""
+    def render(self, snapshot: StatusSnapshot, prefix: str, now: float = 0.0) -> bytes:
+        """The text of one scrape. `now` is Unix time, for what is said in that."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Scrape(self, snapshot, prefix))
+        registry.register(_Scrape(self, snapshot, prefix, now))
         ProcessCollector(registry=registry)
         return generate_latest(registry)
 
@@ -196,7 +196,8 @@ _HISTOGRAM_ROWS = (
 class _Scrape(Collector):
     """All metrics of one moment."""
 
-    def __init__(self, requests: RequestMetrics, snapshot: StatusSnapshot, prefix: str) -> None:
+    def __init__(self, requests: RequestMetrics, snapshot: StatusSnapshot, prefix: str, now: float) -> None:
+        self._now = now
         self._requests = requests
         self._snapshot = snapshot
         self._prefix = prefix
@@ -206,6 +207,8 @@ class _Scrape(Collector):
         yield from self._rows(_RANK_ROWS, "engine", [(str(rank.rank), rank) for rank in snapshot.ranks])
         yield from self._rows(_FRONT_END_ROWS, "front_end", [(str(f.index), f) for f in snapshot.front_ends])
         yield from self._rows(_TOTAL_ROWS, None, [("", snapshot.totals)])
+        if snapshot.max_loras:
+            yield self._loras()
         yield from self._histograms()
         success = CounterMetricFamily(
             f"{self._prefix}request_success", "Requests ended, by reason.", labels=["engine", "model_name", "finished_reason"]
@@ -214,6 +217,18 @@ class _Scrape(Collector):
             for reason, count in histograms.finished.items():
                 success.add_metric([engine, snapshot.model, reason], count)
         yield success
+
+    def _loras(self) -> Metric:
+        """vLLM's: names in labels, and the time as value. Routers that look for an adapter read it."""
+        info = GaugeMetricFamily(
+            f"{self._prefix}lora_requests_info",
+            "LoRA adapters that requests run with and wait for.",
+            labels=["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
+        )
+        loras = self._snapshot.loras
+        waiting, running = (",".join(lora.name for lora in loras if getattr(lora, s)) for s in ("waiting", "running"))
+        info.add_metric([str(self._snapshot.max_loras), waiting, running], self._now)
+        return info
 
     def _by_engine(self) -> list[tuple[str, RankHistograms]]:
         """Ranks that have served nothing yet have their zeros too: a rate needs a first value."""

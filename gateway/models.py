@@ -6,6 +6,7 @@ dies with its process. Knows nothing of torch: the conversion is a child process
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -21,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cores.config import ConfigError
+from cores.config import ConfigError, EngineConfig, parse_lora_modules
 
 DOWNLOAD_TIMEOUT_S = 1800.0
 CONVERT_TIMEOUT_S = 1800.0
@@ -109,6 +110,20 @@ def resolve_model(name_or_dir: str, root: Path | None = None) -> Path:
     if not (path / "config.json").is_file():
         raise ConfigError(f"model directory {str(path)!r} has no config.json")
     return path.resolve()
+
+
+def with_absolute_paths(engine: EngineConfig) -> EngineConfig:
+    """As every process on every node must be told, wherever it runs. Raises `ConfigError`."""
+    loras = parse_lora_modules(engine.lora_modules)
+    return dataclasses.replace(
+        engine,
+        model=str(resolve_model(engine.model)),
+        lora_modules=tuple(f"{name}={absolute_path(path)}" for name, path in loras.items()),
+    )
+
+
+def absolute_path(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def _source_stamp(source: ModelSource) -> dict[str, object]:

@@ -107,6 +107,7 @@ class OutputProcessor:
         parent: ParentRequest | None,
         index: int,
         arrival_s: float,
+        lora_name: str | None = None,
     ) -> None:
         """Registers one sequence; the children of one parent share its internal id and sink."""
         assert handle not in self._states, f"handle {handle} is in use"
@@ -116,6 +117,7 @@ class OutputProcessor:
             stream = RequestStream(
                 external_id, internal_id, prompt_text, prompt_token_ids, params.output_kind, sink, parent, arrival_s
             )
+            stream.lora_name = lora_name
             self._streams[internal_id] = stream
             self._internal_ids.setdefault(external_id, set()).add(internal_id)
         state = RequestState(handle, index, self._tokenizer, params, stream)
@@ -175,6 +177,16 @@ class OutputProcessor:
     def note_move(self, handle: int) -> None:
         """The sequence goes on at another rank."""
         self._states[handle].stream.stats.num_moves += 1
+
+    def count_by_lora(self) -> dict[str, tuple[int, int]]:
+        """Sequences that wait for their first token and those that have it, by adapter."""
+        counts: dict[str, tuple[int, int]] = {}
+        for state in self._states.values():
+            name = state.stream.lora_name
+            if name is not None:
+                waiting, running = counts.get(name, (0, 0))
+                counts[name] = (waiting, running + 1) if state.has_tokens else (waiting + 1, running)
+        return counts
 
     def handles_of(self, internal_id: str) -> list[int]:
         """Of the sequences that have not ended; none for an unknown id."""

@@ -18,7 +18,8 @@ class RequestStream:
     """One request as its reader sees it: its sequences share a sink, statistics and one end."""
 
     __slots__ = (
-        "external_id", "internal_id", "num_open", "parent", "prompt", "prompt_logprobs", "prompt_token_ids", "rank", "sink",
+        "external_id", "internal_id", "lora_name", "num_open", "parent", "prompt", "prompt_logprobs", "prompt_token_ids",
+        "rank", "sink",
         "states", "stats", "waits_for_all",
     )  # fmt: skip
 
@@ -45,6 +46,7 @@ class RequestStream:
         self.stats = RequestStats(arrival_s)
         self.rank: int | None = None
         self.prompt_logprobs: PromptLogprobs | None = None  # as far as they have come, where they were asked for
+        self.lora_name: str | None = None
 
     def put(self, completion: CompletionOutput) -> None:
         """To the reader; a completion with a finish reason ends its sequence."""

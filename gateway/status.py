@@ -79,6 +79,15 @@ class BalancerStatus:
     signal_age_ms: float | None = None  # of the oldest load report in use
 
 
+@dataclass(frozen=True, slots=True)
+class LoraStatus:
+    """One LoRA adapter; counts are sequences."""
+
+    name: str
+    waiting: int = 0  # for their first token
+    running: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusSnapshot:
     version: str
@@ -91,6 +100,8 @@ class StatusSnapshot:
     totals: Totals = Totals()
     balancer: BalancerStatus | None = None
     events: tuple[Event, ...] = ()
+    max_loras: int = 0  # different adapters in one step of a rank; 0: LoRA is not enabled
+    loras: tuple[LoraStatus, ...] = ()
     group: tuple[dict[str, Any], ...] = ()  # external LB: what the coordinator says of the other endpoints' ranks
 
     def to_document(self) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from cores.sampling_params import RequestOutputKind, SamplingParams
 from gateway.chat_messages import normalise_messages
 from gateway.config import GatewayConfig
 from gateway.engine_client import EngineClient, ModelConfig, Prompt, PromptPieces
-from gateway.errors import EngineDeadError, GatewayError, OverloadedError
+from gateway.errors import EngineDeadError, GatewayError, InvalidRequestError, OverloadedError
 from gateway.input_processor import InputProcessor
 from gateway.logprobs import PromptLogprobs
+from gateway.lora_store import LoraAdapter
 from gateway.outputs import CompletionOutput, PositionLogprobs, RequestOutput, RequestStats
 from gateway.status import BalancerStatus, FrontEndStatus, RankStatus, StatusSnapshot, Totals
 
@@ -185,6 +186,36 @@ def waits(_request: FakeRequest) -> None:
     """Says nothing: the test does."""
 
 
+class FakeLoras:
+    """Adapters of an endpoint without engines: any path will do."""
+
+    def __init__(self) -> None:
+        self.error: GatewayError | None = None  # what `add` raises
+        self.pinned: list[str] = []
+        self._by_name: dict[str, LoraAdapter] = {}
+
+    def adapters(self) -> list[LoraAdapter]:
+        return list(self._by_name.values())
+
+    def find(self, name: str) -> LoraAdapter | None:
+        return self._by_name.get(name)
+
+    async def add(self, name: str, path: str, *, load_inplace: bool = False) -> LoraAdapter:
+        if self.error is not None:
+            raise self.error
+        if name in self._by_name and not load_inplace:
+            raise InvalidRequestError(f"the LoRA adapter {name!r} has already been loaded", "lora_name")
+        self._by_name[name] = LoraAdapter(name=name, path=path, id=path)
+        return self._by_name[name]
+
+    async def remove(self, name: str) -> None:
+        if self._by_name.pop(name, None) is None:
+            raise InvalidRequestError(f"the LoRA adapter {name!r} cannot be found", "lora_name", status=404)
+
+    async def pin(self, name: str) -> None:
+        self.pinned.append(name)
+
+
 class FakeEngineClient(EngineClient):
     """`requests` holds every request in order of its first iteration; `aborted` the ids of those that lost their reader."""
 
@@ -195,6 +226,7 @@ class FakeEngineClient(EngineClient):
         self.renderer = cast(Any, self.fake_renderer)
         self.input_processor = InputProcessor(self.model_config, self.renderer, random.Random(0))
         self.script = script or says("Hello, world")
+        self.loras: FakeLoras = FakeLoras()
         self.requests: list[FakeRequest] = []
         self.aborted: list[str] = []
         self.overload: OverloadedError | None = None  # what `check_admission` and `generate` raise

@@ -18,7 +18,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 import zmq
@@ -43,7 +43,7 @@ from gateway.core_client.rank import Rank, RankLife
 from gateway.core_client.sockets import LoopSocket, ipc_address
 from gateway.core_client.utility_calls import UtilityCalls
 from gateway.embedded import EmbeddedLauncher, start_embedded_launcher
-from gateway.errors import EngineDeadError, EngineGenerateError, InvalidRequestError, OverloadedError
+from gateway.errors import EngineDeadError, GatewayError, InvalidRequestError, OverloadedError
 from gateway.event_log import EventLog
 from gateway.status import RankStatus
 
@@ -63,6 +63,7 @@ class AsyncMPClient(EngineCoreClient):
         self.num_malformed_frames = 0
         self.num_stale_frames = 0
         self.on_shutdown: Callable[[float], None] = lambda timeout_s: None  # the launcher's order; set by the front end
+        self.before_serving: Callable[[m.RankId], Awaitable[None]] | None = None  # what a rank needs before it takes requests
         self._config = config
         self.place = place
         self._clock = clock
@@ -80,6 +81,7 @@ class AsyncMPClient(EngineCoreClient):
         self._sent: dict[int, SentRequest] = {}  # what ranks have of us, to give it to another
         self._last_eligible: set[m.RankId] = set()
         self._ticker: asyncio.Task[None] | None = None
+        self._preparations: set[asyncio.Task[None]] = set()
         self._closed = False
 
     # --- life of the client -------------------------------------------------------------------------------------------
@@ -119,6 +121,8 @@ class AsyncMPClient(EngineCoreClient):
         self._closed = True
         if self._ticker is not None:
             self._ticker.cancel()
+        for preparation in self._preparations:
+            preparation.cancel()
         self._utilities.fail_all(EngineDeadError("the engine client was shut down"))
         try:
             if self.embedded is not None:
@@ -213,18 +217,19 @@ class AsyncMPClient(EngineCoreClient):
         # Before anything is sent: one that is still starting would be left out of what the others do.
         if not lives or not all(life.health.is_serving for life in lives):
             raise self._unavailable(f"{method} needs all ranks")
-        call_id, futures = self._utilities.begin(method, [life.rank_id for life in lives])
-        try:
-            for life in lives:
-                self._send(life, lambda seq: m.UtilityCall(seq, call_id, method, args))
-            results = await asyncio.wait_for(asyncio.gather(*futures), timeout_s)
-        except TimeoutError:
-            late = ", ".join(str(life.rank_id) for life, f in zip(lives, futures, strict=True) if f.cancelled())
-            raise EngineGenerateError(f"{method} was not done within {timeout_s:g} s on {late}") from None
-        finally:
-            for future in futures:
-                future.cancel()  # of a call that failed or was cancelled: its other answers find nobody
-        return {life.rank_id.rank: result for life, result in zip(lives, results, strict=True)}
+        rank_ids = [life.rank_id for life in lives]
+        results = await self.call_utility_on(rank_ids, method, *args, timeout_s=timeout_s)
+        return {rank_id.rank: result for rank_id, result in zip(rank_ids, results, strict=True)}
+
+    async def call_utility_on(
+        self, rank_ids: Sequence[m.RankId], method: str, *args: Any, timeout_s: float | None = None
+    ) -> list[Any]:
+        """On these only, whatever the others are doing."""
+
+        def send(rank_id: m.RankId, command: Callable[[int], m.Command]) -> None:
+            self._send(self._life_of(rank_id), command)
+
+        return await self._utilities.call(send, rank_ids, method, args, timeout_s)
 
     def on_utility_result(self, result: m.UtilityResult) -> None:
         self._utilities.on_result(result)
@@ -258,8 +263,25 @@ class AsyncMPClient(EngineCoreClient):
         self._on_engine_ready(life, message)
 
     def _on_engine_ready(self, life: RankLife, ready: m.EngineReady) -> None:
-        now = self._clock()
         life.ready = ready
+        if self.before_serving is None:
+            self._begin_serving(life, ready)
+        else:
+            task = asyncio.create_task(self._prepare(life, ready, self.before_serving), name=f"prepare {life.rank_id}")
+            self._preparations.add(task)
+            task.add_done_callback(self._preparations.discard)
+
+    async def _prepare(self, life: RankLife, ready: m.EngineReady, prepare: Callable[[m.RankId], Awaitable[None]]) -> None:
+        try:
+            await prepare(life.rank_id)
+        except GatewayError as error:
+            self._declare_dead(life.rank_id, f"it could not be prepared: {error}")
+        else:
+            if life.health.state != RankState.DEAD:
+                self._begin_serving(life, ready)
+
+    def _begin_serving(self, life: RankLife, ready: m.EngineReady) -> None:
+        now = self._clock()
         life.health.on_ready(now)
         self.ledger.add_rank(
             life.rank_id, max_num_batched_tokens=ready.max_num_batched_tokens, max_num_seqs=ready.max_num_seqs, now=now
@@ -365,6 +387,13 @@ class AsyncMPClient(EngineCoreClient):
             text = f"{num_moved} requests of epoch {died.rank_id.epoch} go on elsewhere{lost}"
             self.events.add("move", died.rank_id.rank, text, self._clock())
 
+    def _life_of(self, rank_id: m.RankId) -> RankLife:
+        """Raises `EngineDeadError` when that life is over."""
+        life = self._ranks[rank_id.rank].life
+        if life.rank_id != rank_id or life.health.state == RankState.DEAD:
+            raise EngineDeadError(f"{rank_id} died", rank_id.rank, self._ranks[rank_id.rank].death_cause)
+        return life
+
     def _life_for(self, rank: Rank, rank_id: m.RankId) -> RankLife:
         """The rank's life of that epoch; a newer epoch than known begins one, and ends the older if nobody said so."""
         if rank_id.epoch > rank.life.rank_id.epoch:
@@ -428,6 +457,23 @@ class AsyncMPClient(EngineCoreClient):
     @property
     def eligible(self) -> list[m.RankId]:
         return [rank.life.rank_id for rank in self._ranks.values() if rank.life.health.is_eligible]
+
+    @property
+    def serving(self) -> list[m.RankId]:
+        return [rank.life.rank_id for rank in self._ranks.values() if rank.life.health.is_serving]
+
+    def set_missing_loras(self, rank_id: m.RankId, missing: dict[str, str]) -> None:
+        """The adapters, by name, that this life of a rank could not load, and why."""
+        life = self._ranks[rank_id.rank].life
+        if life.rank_id == rank_id:
+            life.missing_loras = missing
+
+    def eligible_for(self, lora_name: str | None) -> list[m.RankId]:
+        """Those that have the adapter. If none has it, all: the engine says why."""
+        eligible = self.eligible
+        if lora_name is None:
+            return eligible
+        return [rank_id for rank_id in eligible if lora_name not in self._ranks[rank_id.rank].life.missing_loras] or eligible
 
     @property
     def ready_messages(self) -> Sequence[m.EngineReady]:

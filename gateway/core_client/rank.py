@@ -40,6 +40,7 @@ class RankLife:
     load_at_s: float | None = None
     weight_version: int = 0
     stats: SchedulerStats = field(default_factory=SchedulerStats)
+    missing_loras: dict[str, str] = field(default_factory=dict)  # adapters that it should have and could not load: why, by name
 
 
 @dataclass(slots=True)

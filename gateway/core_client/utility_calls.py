@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from cores.messages import RankId, UtilityResult
+from cores.messages import RankId, UtilityCall, UtilityResult
 from gateway.errors import EngineDeadError, EngineGenerateError, GatewayError, InvalidRequestError
 
 
@@ -27,6 +27,31 @@ class UtilityCalls:
             self._pending[key] = future
             future.add_done_callback(functools.partial(self._forget, key))
         return self._last_id, futures
+
+    async def call(
+        self,
+        send: Callable[[RankId, Callable[[int], UtilityCall]], object],
+        rank_ids: Sequence[RankId],
+        method: str,
+        args: tuple[Any, ...],
+        timeout_s: float | None,
+    ) -> list[Any]:
+        """The results of all. They are all called before the first await, even if one cannot be reached any more: `send` gives
+        a call its number and raises `EngineDeadError`."""
+        call_id, futures = self.begin(method, rank_ids)
+        try:
+            for rank_id, future in zip(rank_ids, futures, strict=True):
+                try:
+                    send(rank_id, lambda seq: UtilityCall(seq, call_id, method, args))
+                except EngineDeadError as error:
+                    future.set_exception(error)
+            return await asyncio.wait_for(asyncio.gather(*futures), timeout_s)
+        except TimeoutError:
+            late = ", ".join(str(rank_id) for rank_id, f in zip(rank_ids, futures, strict=True) if f.cancelled())
+            raise EngineGenerateError(f"{method} was not done within {timeout_s:g} s on {late}") from None
+        finally:
+            for future in futures:
+                future.cancel()  # of a call that failed or was cancelled: its other answers find nobody
 
     def _forget(self, key: tuple[int, RankId], _: asyncio.Future[Any]) -> None:
         self._pending.pop(key, None)

@@ -21,7 +21,7 @@ from gateway.launch import listener as listening
 from gateway.launch.launcher import Launcher, StartError
 from gateway.launch.ranks import make_rank_launcher
 from gateway.launch.run_directory import RunDirectory
-from gateway.models import resolve_model
+from gateway.models import with_absolute_paths
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +64,10 @@ def check_machine(config: GatewayConfig) -> None:
 
 def with_model_path(config: GatewayConfig) -> GatewayConfig:
     """With the model's directory in place of its name, which stays what clients call it. Raises `ConfigError`."""
-    path = resolve_model(config.engine.model)
     names = config.server.served_model_name or (Path(config.engine.model).name,)
     return dataclasses.replace(
         config,
-        engine=dataclasses.replace(config.engine, model=str(path)),
+        engine=with_absolute_paths(config.engine),
         server=dataclasses.replace(config.server, served_model_name=names),
     )
 

@@ -52,6 +52,7 @@ def generate(
     params: SamplingParams,
     routing: Routing,
     *,
+    lora_request: str | None = None,
     priority: int = 0,
     cache_salt: str | None = None,
 ) -> AsyncGenerator[RequestOutput, None]:
@@ -61,6 +62,7 @@ def generate(
             prompt.token_ids,
             params,
             routing.request_id,
+            lora_request=lora_request,
             trace_headers=routing.trace_headers,
             priority=priority,
             data_parallel_rank=routing.data_parallel_rank,

@@ -140,6 +140,16 @@ class DetokenizeRequest(Struct, kw_only=True, frozen=True):
     model: str | None = None
 
 
+class LoadLoraAdapterRequest(Struct, kw_only=True, frozen=True):
+    lora_name: str
+    lora_path: str
+    load_inplace: bool | None = None
+
+
+class UnloadLoraAdapterRequest(Struct, kw_only=True, frozen=True):
+    lora_name: str
+
+
 T = TypeVar("T", bound=Struct)
 
 

@@ -75,12 +75,18 @@ class ServerState:
             return self.config.server.served_model_name
         return (self.engine.model_config.name if self.engine is not None else Path(self.config.engine.model).name,)
 
+    def lora_of(self, name: str) -> str | None:
+        """The adapter that a resolved model name means; None: the model itself."""
+        if self.engine is None or name in self.served_model_names:
+            return None
+        return None if self.engine.find_lora(name) is None else name
+
     def resolve_model(self, name: str | None) -> str:
         """The name to answer with. Raises `InvalidRequestError` (404) for a model that is not served here."""
         names = self.served_model_names
         if name is None:
             return names[0]
-        if name not in names:
+        if name not in names and self.lora_of(name) is None:
             served = ", ".join(map(repr, names))
             raise InvalidRequestError(
                 f"model {name!r} is not served here; served: {served}", "model", status=404, code="model_not_found"

@@ -135,10 +135,10 @@ def test_adapters_of_the_command_line_are_there_from_the_start_or_the_engine_doe
     model: Path, paths: dict[str, str]
 ) -> None:
     engine = Engine(model)
-    engine.core.load_lora_modules((f"sql={paths['sql']}", f"a={paths['chat']}"))
+    engine.core.loras.load_modules((f"sql={paths['sql']}", f"a={paths['chat']}"))
     assert [lora["name"] for lora in engine.call("list_loras")] == ["sql", "a"]
     with pytest.raises(ConfigError, match="--lora-modules b=/no/such: adapter directory '/no/such' does not exist"):
-        engine.core.load_lora_modules(("b=/no/such",))
+        engine.core.loras.load_modules(("b=/no/such",))
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from gateway.front_end_board import FrontEndBoard, Report, whole_endpoint
 from gateway.metrics import RequestMetrics
 from gateway.output_processor import TokenTimes
-from gateway.status import FrontEndStatus, RankStatus, StatusSnapshot, Totals
+from gateway.status import FrontEndStatus, LoraStatus, RankStatus, StatusSnapshot, Totals
 
 
 def make_snapshot(index: int, requests: int, **rank: int) -> StatusSnapshot:
@@ -70,3 +71,14 @@ def test_a_broken_file_is_nobody(tmp_path: Path) -> None:
     board = FrontEndBoard(tmp_path, 0, 2)
     (tmp_path / "front-end-1.json").write_text('{"at_s": "soon"}')
     assert board.others() == []
+
+
+def test_requests_for_an_adapter_are_those_of_all_front_ends(tmp_path: Path) -> None:
+    boards = [FrontEndBoard(tmp_path, index, 2) for index in range(2)]
+    other = dataclasses.replace(
+        make_snapshot(1, 5), loras=(LoraStatus("sql", 1, 2), LoraStatus("used", 0, 1), LoraStatus("removed"))
+    )
+    boards[1].publish(Report(10.0, other))
+    own = dataclasses.replace(make_snapshot(0, 3), loras=(LoraStatus("sql", 4, 0),))
+    whole = whole_endpoint(own, boards[0].others(), boards[0].past(), now=12.0)
+    assert whole.loras == (LoraStatus("sql", 5, 2), LoraStatus("used", 0, 1))

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.metrics import Histogram, RequestMetrics, one_two_five
 from gateway.output_processor import FinishedRequest, TokenTimes
-from gateway.status import FrontEndStatus, RankStatus, StatusSnapshot, Totals
+from gateway.status import FrontEndStatus, LoraStatus, RankStatus, StatusSnapshot, Totals
 
 
 def samples(metrics: RequestMetrics, snapshot: StatusSnapshot, prefix: str = "gateway:") -> dict[tuple[str, str], float]:
@@ -129,3 +129,17 @@ def test_two_servers_in_one_process_do_not_mix() -> None:
     one, other = RequestMetrics(), RequestMetrics()
     one.on_finished(make_finished())
     assert ("gateway:request_success_total", "0,stop") not in samples(other, make_snapshot())
+
+
+def test_adapters_with_requests_are_named_in_labels_as_in_vllm() -> None:
+    loras = (LoraStatus("idle"), LoraStatus("a", waiting=1), LoraStatus("b", waiting=2, running=1), LoraStatus("c", running=3))
+    text = RequestMetrics().render(make_snapshot(loras=loras, max_loras=4), "vllm:", 1_700_000_000.0).decode()
+    (sample,) = [
+        sample
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "vllm:lora_requests_info"
+    ]
+    assert sample.labels == {"max_lora": "4", "waiting_lora_adapters": "a,b", "running_lora_adapters": "b,c"}
+    assert sample.value == 1_700_000_000.0
+    assert "lora_requests_info" not in RequestMetrics().render(make_snapshot(), "vllm:").decode()

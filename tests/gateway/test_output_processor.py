@@ -86,7 +86,13 @@ def processor() -> Iterator[OutputProcessor]:
 
 
 def add_request(
-    processor: OutputProcessor, handle: int, *, name: str | None = None, external_id: str = "request", **params: Any
+    processor: OutputProcessor,
+    handle: int,
+    *,
+    name: str | None = None,
+    external_id: str = "request",
+    lora_name: str | None = None,
+    **params: Any,
 ) -> RecordingSink:
     """Registers a request; its children have handles from `handle` on."""
     sink = RecordingSink()
@@ -105,6 +111,7 @@ def add_request(
             parent=parent,
             index=index,
             arrival_s=10.0,
+            lora_name=lora_name,
         )
     return sink
 
@@ -570,3 +577,14 @@ def test_every_request_has_exactly_one_end_or_was_removed(steps: list[tuple[Any,
                 # An error ends all siblings, whose rows may be behind it in the batch.
                 assert got == (whole if sink.error is None and first_handle not in removed else whole[: len(got)])
     assert processor.counters.finished + processor.counters.aborted + processor.counters.failed == len(sinks) - len(removed)
+
+
+def test_sequences_are_counted_by_adapter_until_their_end(processor: OutputProcessor) -> None:
+    add_request(processor, 1, lora_name="sql", n=2, seed=1)
+    add_request(processor, 3, lora_name="chat")
+    add_request(processor, 4)
+    assert processor.count_by_lora() == {"sql": (2, 0), "chat": (1, 0)}
+    feed(processor, outputs([(1, [5]), (4, [5])]))
+    assert processor.count_by_lora() == {"sql": (1, 1), "chat": (1, 0)}
+    processor.abort_all()
+    assert processor.count_by_lora() == {}

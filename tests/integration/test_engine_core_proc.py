@@ -241,6 +241,13 @@ def test_a_missing_model_is_one_clear_line_to_the_launcher(engine: EngineHarness
     assert engine.wait_exit() == 1
 
 
+def test_a_missing_adapter_is_one_clear_line_to_the_launcher(engine: EngineHarness) -> None:
+    engine.start(FAST, enable_lora=True, lora_modules=("sql=/nowhere/sql",))
+    cause = "--lora-modules sql=/nowhere/sql: adapter directory '/nowhere/sql' does not exist"
+    assert engine.receive_control(EngineCoreDead).cause == cause
+    assert engine.wait_exit() != 0
+
+
 def test_sigterm_while_loading_ends_it(engine: EngineHarness) -> None:
     engine.start(SimulatedConfig(fault="stall_at_step=0"))
     engine.receive_control(EngineStarting)

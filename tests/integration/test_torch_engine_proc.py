@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cores.messages import FinishReason
-from cores.runner.testing import make_tiny_llama
+from cores.runner.testing import make_random_lora, make_tiny_llama
 from cores.testing import make_request, make_tiny_model_dir
 from tests.cores.runner.torch_engine import Engine
 from tests.integration.engine_core_harness import EngineHarness
@@ -48,6 +48,24 @@ def test_tokens_from_the_process_are_those_of_the_engine_in_hand(engine: EngineH
     front_end.receive_until(lambda: len(front_end.finished) == len(requests))
     assert front_end.tokens == expected
     assert {finished.reason for finished in front_end.finished.values()} == {FinishReason.LENGTH}
+
+
+def test_adapters_of_the_command_line_are_served_from_the_start(engine: EngineHarness, model: Path, tmp_path: Path) -> None:
+    paths = {name: str(make_random_lora(tmp_path / name, model, seed)) for seed, name in enumerate(("a", "b"))}
+    settings = SETTINGS | {"enable_lora": True}
+    in_hand = Engine(model, max_num_batched_tokens=64, enable_lora=True)
+    for name, path in paths.items():
+        in_hand.core.loras.add_lora(name, path)
+    names = [None, "a", "b"]
+    requests = [make_request(i, 9 * i, temperature=i % 2, max_tokens=12, lora_name=names[i % 3]) for i in range(1, 9)]
+    expected = in_hand.run(requests)
+
+    engine.start_ready(**settings, lora_modules=tuple(f"{name}={path}" for name, path in paths.items()))
+    front_end = engine.front_end
+    for request in requests:
+        front_end.add(request)
+    front_end.receive_until(lambda: len(front_end.finished) == len(requests))
+    assert front_end.tokens == expected
 
 
 def test_a_directory_without_weights_is_the_cause_in_the_last_words(directory: Path, tmp_path: Path) -> None:

@@ -45,7 +45,15 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         return_token_ids=bool(body.return_token_ids),
         prompt_logprobs=body.prompt_logprobs,
     )
-    outputs = generate(engine, [prompt], params, routing, priority=body.priority or 0, cache_salt=body.cache_salt)
+    outputs = generate(
+        engine,
+        [prompt],
+        params,
+        routing,
+        lora_request=state.lora_of(model),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
+    )
     return await respond(request, CHAT, answer, outputs, stream=bool(body.stream))
 
 

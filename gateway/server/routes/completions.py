@@ -44,7 +44,15 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         echo_logprobs=body.logprobs if body.echo else None,
         prompt_logprobs=body.prompt_logprobs,
     )
-    outputs = generate(engine, prompts, params, routing, priority=body.priority or 0, cache_salt=body.cache_salt)
+    outputs = generate(
+        engine,
+        prompts,
+        params,
+        routing,
+        lora_request=state.lora_of(model),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
+    )
     return await respond(request, COMPLETION, answer, outputs, stream=bool(body.stream))
 
 

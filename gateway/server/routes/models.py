@@ -6,6 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
+from gateway.lora_store import LoraAdapter
 from gateway.server.json_response import json_response
 from gateway.server.state import STATE, ServerState
 
@@ -15,13 +16,17 @@ routes = web.RouteTableDef()
 @routes.get("/v1/models")
 async def list_models(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    return json_response({"object": "list", "data": [_card(state, name) for name in state.served_model_names]})
+    adapters = await state.require_engine().list_loras()
+    cards = [_card(state, name) for name in state.served_model_names] + [_adapter_card(state, adapter) for adapter in adapters]
+    return json_response({"object": "list", "data": cards})
 
 
 @routes.get("/v1/models/{name:.+}")
 async def get_model(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    return json_response(_card(state, state.resolve_model(request.match_info["name"])))
+    name = state.resolve_model(request.match_info["name"])
+    adapter = None if name in state.served_model_names else state.require_engine().find_lora(name)
+    return json_response(_card(state, name) if adapter is None else _adapter_card(state, adapter))
 
 
 def _card(state: ServerState, name: str) -> dict[str, Any]:
@@ -35,3 +40,7 @@ def _card(state: ServerState, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": model.max_model_len,
     }
+
+
+def _adapter_card(state: ServerState, adapter: LoraAdapter) -> dict[str, Any]:
+    return {**_card(state, adapter.name), "root": adapter.path, "parent": state.served_model_names[0]}

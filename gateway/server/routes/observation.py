@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from aiohttp import web
 
 from gateway.server.json_response import json_response
@@ -36,7 +38,7 @@ async def status(request: web.Request) -> web.Response:
 @routes.get("/metrics")
 async def metrics(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    exposition = state.request_metrics().render(state.status(), prefix=state.config.server.metrics_prefix)
+    exposition = state.request_metrics().render(state.status(), state.config.server.metrics_prefix, time.time())
     return web.Response(body=exposition, headers={"Content-Type": state.metrics.content_type})
 
 

@@ -92,7 +92,7 @@ def make_lora_engine(tiny_llama: Path, adapters: dict[str, str]) -> Callable[...
     def make(**settings: Any) -> Engine:
         engine = Engine(tiny_llama, **{"enable_lora": True, "max_loras": 4} | settings)
         for name, path in adapters.items():
-            engine.core.add_lora(name, path)
+            engine.core.loras.add_lora(name, path)
         return engine
 
     return make
@@ -150,7 +150,7 @@ def test_other_weights_under_an_old_name_find_no_cached_prefix(
     engine = make_lora_engine()
     request = make_request(1, prompts[-1], max_tokens=NUM_TOKENS, lora_name="mine")
     for name in ("all", "attention", "all"):
-        engine.core.add_lora("mine", adapters[name])
+        engine.core.loras.add_lora("mine", adapters[name])
         assert engine.run([request])[1] == expected[name][-1]
     hits = engine.core.stats().prefix_cache_hits
     assert hits == len(prompts[-1]) // 16 * 16, "the first adapter found its own prefix again, the second none"
@@ -165,7 +165,7 @@ def test_a_removed_adapter_is_dropped_with_the_last_request_that_uses_it(
     for request in requests:
         core.add_request(0, request)
     core.step()
-    assert core.remove_lora("all") is True
+    assert core.loras.remove_lora("all") is True
     core.add_request(0, make_request(5, prompts[1], lora_name="all"))
     (outputs,) = core.step().values()
     (refused,) = [f for f in outputs.finished.values() if f.error]
@@ -177,7 +177,7 @@ def test_a_removed_adapter_is_dropped_with_the_last_request_that_uses_it(
             tokens += [t for h, t in zip(outputs.handles, outputs.token_ids, strict=True) if h == 1]
     assert tokens == expected["all"][1]
     assert len(engine.lora_ids) == 3
-    assert core.remove_lora("all") is False
+    assert core.loras.remove_lora("all") is False
 
 
 # --- what cannot be served ------------------------------------------------------------------------------------------------
@@ -190,8 +190,8 @@ def lora_engine(tiny_llama: Path) -> Engine:
 
 def refusal(engine: Engine, path: Path) -> str:
     with pytest.raises(LoraError) as caught:
-        engine.core.add_lora("bad", str(path))
-    assert engine.core.list_loras() == []
+        engine.core.loras.add_lora("bad", str(path))
+    assert engine.core.loras.list_loras() == []
     assert engine.lora_ids == []
     assert str(path) in str(caught.value)
     return str(caught.value)

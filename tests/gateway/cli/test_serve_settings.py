@@ -67,6 +67,14 @@ def test_flags_of_each_kind() -> None:
     assert (config.engine.simulated.step_ms, config.engine.simulated.fault) == (3.0, "die_at_step=4")
 
 
+def test_adapters_are_named_on_the_command_line_and_in_a_file(tmp_path: Path) -> None:
+    expected = ("a=/x/a", "b=/x/b=c")
+    config = parse("--enable-lora", "--max-loras", "2", "--lora-modules", "a=/x/a", "b=/x/b=c")
+    assert (config.engine.enable_lora, config.engine.max_loras, config.engine.lora_modules) == (True, 2, expected)
+    file = write(tmp_path, "enable-lora: true\nlora-modules: [a=/x/a, b=/x/b=c]\n")
+    assert parse("--config", file).engine.lora_modules == expected
+
+
 def test_yaml_takes_dashes_underscores_aliases_and_negations(tmp_path: Path) -> None:
     file = write(
         tmp_path,
@@ -162,6 +170,12 @@ def test_missing_config_file_is_named() -> None:
         (
             ("serve", "m", "--data-parallel-external-lb"),
             "gateway serve: --data-parallel-external-lb needs --data-parallel-rank",
+        ),
+        (("serve", "m", "--lora-modules", "a=b"), "gateway serve: --lora-modules needs --enable-lora"),
+        (("serve", "m", "--enable-lora", "--lora-modules", "a"), "gateway serve: --lora-modules takes NAME=PATH, got 'a'"),
+        (
+            ("serve", "m", "--served-model-name", "a", "--enable-lora", "--lora-modules", "a=b"),
+            "gateway serve: --lora-modules: 'a' is a name of the model itself (--served-model-name)",
         ),
         (("serve", "m", "--load-balancing-policy", "x"), "gateway serve: --load-balancing-policy must be one of"),
         (("serve", "m", "--engine", "x"), "gateway serve: --engine must be one of torch, simulated, got 'x'"),
