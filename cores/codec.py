@@ -179,11 +179,19 @@ def _pack_outputs(o: m.EngineCoreOutputs) -> list[Any]:
     return [
         o.rank_id, o.step, o.command_seq, _pack_load(o.load), o.handles.tobytes(), o.token_ids.tobytes(),
         b"" if o.counts is None else o.counts.tobytes(), o.first_tokens, o.finished, o.logprobs, o.weight_version,
+        {row: _pack_prompt_logprobs(chunk) for row, chunk in o.prompt_logprobs.items()},
     ]  # fmt: skip
 
 
+def _pack_prompt_logprobs(chunk: m.PromptLogprobsChunk) -> list[Any]:
+    columns = (chunk.logprobs, chunk.ranks, chunk.top_token_ids, chunk.top_logprobs)
+    return [chunk.start, chunk.num_top, *(column.tobytes() for column in columns)]
+
+
 def _unpack_outputs(fields: list[Any]) -> m.EngineCoreOutputs:
-    rank_id, step, command_seq, load, handles, token_ids, counts, first_tokens, finished, logprobs, weight_version = fields
+    rank_id, step, command_seq, load, handles, token_ids, counts, first_tokens, finished, logprobs, weight_version, *more = (
+        fields
+    )
     outputs = m.EngineCoreOutputs(
         rank_id=_unpack_rank_id(*rank_id),
         step=_checked(step, int),
@@ -196,15 +204,34 @@ def _unpack_outputs(fields: list[Any]) -> m.EngineCoreOutputs:
         finished=_unpack_finished(finished),
         logprobs=_unpack_logprobs(logprobs),
         weight_version=_checked(weight_version, int),
+        prompt_logprobs=_unpack_prompt_logprobs(more[0]) if more and more[0] != {} else {},
     )
     num_rows = len(outputs.handles)
     num_tokens = num_rows if outputs.counts is None else sum(outputs.counts)
     if len(outputs.token_ids) != num_tokens or (outputs.counts is not None and len(outputs.counts) != num_rows):
         raise CodecError(f"{num_rows} rows announce {num_tokens} tokens, but {len(outputs.token_ids)} came")
-    for rows in (outputs.first_tokens, outputs.finished, outputs.logprobs):
+    for rows in (outputs.first_tokens, outputs.finished, outputs.logprobs, outputs.prompt_logprobs):
         if rows and not (min(rows) >= 0 and max(rows) < num_rows):
             raise CodecError(f"extras for rows {sorted(rows)}, but there are {num_rows}")
     return outputs
+
+
+def _unpack_prompt_logprobs(rows: Any) -> dict[int, m.PromptLogprobsChunk]:
+    return {_checked(row, int): _unpack_chunk(*chunk) for row, chunk in _checked(rows, dict).items()}
+
+
+def _unpack_chunk(
+    start: Any, num_top: Any, logprobs: Any, ranks: Any, top_token_ids: Any, top_logprobs: Any
+) -> m.PromptLogprobsChunk:
+    chunk = m.PromptLogprobsChunk(
+        _checked_uint32(start), _checked_uint32(num_top), _float32s(logprobs), _uint32s(ranks), _uint32s(top_token_ids),
+        _float32s(top_logprobs),
+    )  # fmt: skip
+    num_tokens = len(chunk.logprobs)
+    lengths = (len(chunk.ranks), len(chunk.top_token_ids), len(chunk.top_logprobs))
+    if lengths != (num_tokens, num_tokens * chunk.num_top, num_tokens * chunk.num_top):
+        raise CodecError(f"log-probabilities of {num_tokens} prompt tokens, but columns of {lengths}")
+    return chunk
 
 
 # By hand as well: converters for these took as long as all the rest of a message without extras.
@@ -238,6 +265,12 @@ def _checked_uint32(value: Any) -> int:
     if not 0 <= _checked(value, int) < 2**32:
         raise CodecError(f"expected an unsigned 32-bit number, got {value}")
     return int(value)
+
+
+def _float32s(data: Any) -> array[float]:
+    values = array("f")
+    values.frombytes(_checked(data, bytes))
+    return values
 
 
 def _uint32s(data: Any) -> array[int]:

@@ -32,6 +32,7 @@ from cores.utilities import Utilities, utility
 
 logger = logging.getLogger(__name__)
 
+MAX_PROMPT_LOGITS = 2**26  # of one step, for log-probabilities of prompts: 256 MiB of float32
 EWMA_WEIGHT = 0.1  # of the newest step: half of what is remembered is younger than 7 steps
 
 
@@ -76,6 +77,7 @@ class EngineCore:
                 max_model_len=info.max_model_len,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
+                max_num_prompt_logprobs=max(16, MAX_PROMPT_LOGITS // info.vocab_size),
                 policy=config.scheduling_policy,
                 max_loras=max_loras,
             ),
@@ -153,6 +155,9 @@ class EngineCore:
             return f"prompt token ids must be below the vocabulary's {self.info.vocab_size}, got {max(prompt)}"
         if not 0 <= request.num_original_prompt_tokens <= len(prompt):
             return f"num_original_prompt_tokens must be between 0 and {len(prompt)}, got {request.num_original_prompt_tokens}"
+        missing = request.sampling_params.first_missing(self.info.features)
+        if missing is not None:
+            return f"{missing} is not supported by this engine"
         try:
             request.sampling_params.verify()
         except InvalidParameterError as error:
@@ -270,12 +275,14 @@ class EngineCore:
             mine = outputs.get(client)
             if mine is None:
                 mine = outputs[client] = self._empty_outputs(client, load)
+            row = len(mine.handles)
+            if update.prompt_logprobs is not None:
+                mine.prompt_logprobs[row] = update.prompt_logprobs
             if update.token_id is None:
-                assert update.finished is not None
                 _append_empty_row(mine, handle, update.finished)
                 continue
             if update.is_first or update.finished is not None or update.logprobs is not None:
-                _add_extras(mine, len(mine.handles), update)
+                _add_extras(mine, row, update)
             mine.handles.append(handle)
             mine.token_ids.append(update.token_id)
             if mine.counts is not None:
@@ -315,10 +322,11 @@ def _add_extras(outputs: EngineCoreOutputs, row: int, update: RequestUpdate) -> 
         outputs.logprobs[row] = [update.logprobs]
 
 
-def _append_empty_row(outputs: EngineCoreOutputs, handle: int, finished: Finished) -> None:
-    """A row that ends a request without a token: from here on the message needs its column of counts."""
+def _append_empty_row(outputs: EngineCoreOutputs, handle: int, finished: Finished | None) -> None:
+    """A row without a token, for an end or for log-probabilities: from here on the message needs its column of counts."""
     if outputs.counts is None:
         outputs.counts = array("I", [1]) * len(outputs.handles)
-    outputs.finished[len(outputs.handles)] = finished
+    if finished is not None:
+        outputs.finished[len(outputs.handles)] = finished
     outputs.handles.append(handle)
     outputs.counts.append(0)

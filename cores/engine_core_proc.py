@@ -129,6 +129,7 @@ class EngineCoreProc:
             num_kv_blocks=info.num_kv_blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            features=info.features,
         )
 
     def _say_last_words(self, control: Socket, cause: str) -> None:

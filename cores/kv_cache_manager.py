@@ -30,6 +30,10 @@ class KVCacheManager:
         return self._pool.num_blocks - self._pool.num_free
 
     @property
+    def num_blocks_free(self) -> int:
+        return self._pool.num_free
+
+    @property
     def num_tokens_capacity(self) -> int:
         return self._pool.num_blocks * self.block_size
 
@@ -43,16 +47,26 @@ class KVCacheManager:
         """
         assert not request.block_ids, f"{request.request_id} is admitted twice"
         cached = self._find_cached_prefix(request)
-        num_new = self.num_blocks_for(request.num_tokens) - len(cached)
-        num_revived = sum(self._pool.is_free(block_id) for block_id in cached)
-        if num_new + num_revived + num_spare > self._pool.num_free:
+        if self._num_taken_from_free(request, cached) + num_spare > self._pool.num_free:
             return False
         self._pool.hold(cached)
-        request.block_ids = cached + self._pool.take(num_new)
+        request.block_ids = cached + self._pool.take(self.num_blocks_for(request.num_tokens) - len(cached))
         request.num_computed_tokens = len(cached) * self.block_size
         request.num_cached_blocks = len(cached)
         request.cache_generation = self._generation
         return True
+
+    def num_blocks_to_admit(self, request: Request) -> int:
+        """How many free blocks `admit` would take."""
+        return self._num_taken_from_free(request, self._find_cached_prefix(request))
+
+    def _num_taken_from_free(self, request: Request, cached: list[int]) -> int:
+        num_revived = sum(self._pool.is_free(block_id) for block_id in cached)
+        return self.num_blocks_for(request.num_tokens) - len(cached) + num_revived
+
+    def num_blocks_held_alone(self, request: Request) -> int:
+        """How many blocks `free` would make free: others may hold some of them, too."""
+        return sum(self._pool.ref_counts[block_id] == 1 for block_id in request.block_ids)
 
     def grow(self, request: Request) -> bool:
         """Makes the request's blocks cover its newest token. False when no block is free."""
@@ -89,7 +103,7 @@ class KVCacheManager:
     def _find_cached_prefix(self, request: Request) -> list[int]:
         """Blocks of the longest cached prefix that leaves at least one token to compute: its logits choose the next one."""
         found: list[int] = []
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or request.needs_prompt_logprobs:
             return found
         for i in range((request.num_tokens - 1) // self.block_size):
             self._extend_hashes(request, i + 1)

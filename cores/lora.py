@@ -178,6 +178,10 @@ class RunningLoras:
             return True
         return len(self._counts.keys() | self.pinned | {lora_id}) <= self._max_loras
 
+    def counts(self) -> Counter[str]:
+        """Running requests by adapter."""
+        return Counter(self._counts)
+
     def add(self, lora_id: str) -> None:
         self._counts[lora_id] += 1
 

@@ -156,6 +156,7 @@ class EngineReady:
     max_num_seqs: int
     max_num_batched_tokens: int
     supported_tasks: tuple[str, ...] = ("generate",)
+    features: tuple[str, ...] = ()  # of `sampling_params.OPTIONAL_FEATURES`: what a request may ask of this engine
 
 
 class FirstToken(NamedTuple):
@@ -180,6 +181,18 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLogprobsChunk:
+    """Log-probabilities of a run of prompt tokens, in columns: a prompt has a thousand times as many as a step generates."""
+
+    start: int  # position in the prompt of the first token here; the prompt's own first token has none
+    num_top: int  # alternatives per token
+    logprobs: array[float]  # float32
+    ranks: array[int]  # uint32
+    top_token_ids: array[int]  # uint32, `num_top` for each token, by rank from 1
+    top_logprobs: array[float]  # float32, the same
+
+
 @dataclass(slots=True, kw_only=True)
 class EngineCoreOutputs:
     """What one step gave one front end, in columns: row i is request `handles[i]` with `counts[i]` new tokens.
@@ -199,6 +212,7 @@ class EngineCoreOutputs:
     finished: dict[int, Finished] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     weight_version: int = 0
+    prompt_logprobs: dict[int, PromptLogprobsChunk] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

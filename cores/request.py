@@ -55,6 +55,8 @@ class Request:
         frozenset()
     )  # EOS unless ignored, and `stop_token_ids`: masked until min_tokens, then they end it
     num_passed_over: int = 0  # requests that were admitted before it because their adapters had a slot, and its own did not
+    # Log-probabilities of its prompt are still owed: until then what the prefix cache has must be computed all the same.
+    needs_prompt_logprobs: bool = False
     runner_state: object = None  # the runner's own notes on this request; they end with it
 
     @classmethod
@@ -81,6 +83,7 @@ class Request:
             arrival_time_s=request.arrival_time_s,
             root_hash=root_hash(lora_id, request.cache_salt),
             lora_id=lora_id,
+            needs_prompt_logprobs=params.prompt_logprobs is not None and request.num_original_prompt_tokens > 1,
             stop_ids=frozenset(params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -11,7 +12,11 @@ from typing import Any
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 64
 MAX_SEED = 2**63 - 1
+# Fields that an engine must be able to serve if they are set: the others it may ignore, as one without logits does.
+OPTIONAL_FEATURES = ("logprobs", "prompt_logprobs", "structured_outputs")
 
 
 class RequestOutputKind(Enum):
@@ -20,6 +25,34 @@ class RequestOutputKind(Enum):
     CUMULATIVE = "cumulative"  # everything so far
     DELTA = "delta"  # only what is new
     FINAL_ONLY = "final_only"  # one output, at the end
+
+
+class StructuredOutputKind(Enum):
+    """In which language `StructuredOutputs.spec` is written."""
+
+    JSON = "json"  # a JSON schema
+    REGEX = "regex"  # matches the whole output
+    CHOICE = "choice"  # a JSON list of strings, one of which is the output
+    GRAMMAR = "grammar"  # Lark, or llama.cpp's GBNF
+
+
+# In characters. What a compiler takes grows with the square of a grammar's length in the worst case: at this size a mask of the
+# worst grammar we found takes 0.4 s, and real ones are a tenth as long.
+MAX_SPEC_CHARS = {
+    StructuredOutputKind.JSON: 128 * 1024,
+    StructuredOutputKind.REGEX: 32 * 1024,
+    StructuredOutputKind.CHOICE: 128 * 1024,
+    StructuredOutputKind.GRAMMAR: 32 * 1024,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """What the output must look like. An engine chooses only tokens that can lead there, and ends where nothing can follow."""
+
+    kind: StructuredOutputKind
+    spec: str
+    param: str = "structured_outputs"  # the request's field that asked for it: errors name it
 
 
 class InvalidParameterError(ValueError):
@@ -56,10 +89,19 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    structured_outputs: StructuredOutputs | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # `bad_words` as tokens, made by the front end: engines know no text
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    def first_missing(self, features: Collection[str]) -> str | None:
+        """The field that asks for something of `OPTIONAL_FEATURES` that an engine with these `features` does not have."""
+        for name in OPTIONAL_FEATURES:
+            if name not in features and getattr(self, name) is not None:
+                return self.structured_outputs.param if self.structured_outputs and name == "structured_outputs" else name
+        return None
 
     def verify(self) -> None:
         """Raises `InvalidParameterError` for the first field whose value is out of range."""
@@ -79,11 +121,14 @@ class SamplingParams:
             raise InvalidParameterError("stop", f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}")
         if "" in self.stop:
             raise InvalidParameterError("stop", "stop strings must not be empty")
+        _check_bad_words(self.bad_words)
         for token_id in self.stop_token_ids:
             _check_range("stop_token_ids", token_id, 0, None)
         for token_id, bias in (self.logit_bias or {}).items():
             _check_range("logit_bias", token_id, 0, None)
             _check_range("logit_bias", bias, -100.0, 100.0)
+        if self.structured_outputs is not None:
+            _check_spec(self.structured_outputs)
 
 
 # (field, lowest, highest); None is unbounded. NaN fails every row.
@@ -112,6 +157,24 @@ def _check_range(name: str, value: float | None, low: float | None, high: float 
         raise InvalidParameterError(name, f"{name} must be {allowed}, got {value}")
 
 
+def _check_bad_words(words: tuple[str, ...]) -> None:
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidParameterError("bad_words", f"bad_words takes at most {MAX_BAD_WORDS} words, got {len(words)}")
+    for word in words:
+        if not 0 < len(word) <= MAX_BAD_WORD_CHARS:
+            raise InvalidParameterError(
+                "bad_words", f"bad_words: each must have between 1 and {MAX_BAD_WORD_CHARS} characters, got {len(word)}"
+            )
+
+
+def _check_spec(wanted: StructuredOutputs) -> None:
+    allowed, length = MAX_SPEC_CHARS[wanted.kind], len(wanted.spec)
+    if not 0 < length <= allowed:
+        raise InvalidParameterError(
+            wanted.param, f"{wanted.param}: a {wanted.kind.value} must have between 1 and {allowed} characters, got {length}"
+        )
+
+
 # Only what differs from the default crosses the wire, by name: most requests set three fields.
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(SamplingParams)}
 
@@ -121,4 +184,7 @@ def pack_sampling_params(params: SamplingParams) -> dict[str, Any]:
     packed = {name: value for name, default in _DEFAULTS.items() if (value := getattr(params, name)) != default}
     if "output_kind" in packed:
         packed["output_kind"] = packed["output_kind"].value
+    if "structured_outputs" in packed:
+        wanted: StructuredOutputs = packed["structured_outputs"]
+        packed["structured_outputs"] = [wanted.kind.value, wanted.spec, wanted.param]
     return packed

@@ -7,6 +7,8 @@ Rules
   nobody starves, but for those with a worse priority than all that keeps coming.
 * Only a request whose LoRA adapter has no slot is passed over. After `MAX_PASSED_OVER` times the adapter that will leave first
   takes no more requests from behind it, so that a slot becomes free.
+* A waiting request takes the place and the blocks of running ones with a worse priority, and its prompt goes before theirs:
+  no priority is inverted, neither by `max_num_seqs`, nor by the cache, nor by a long prompt.
 * When decoding runs out of KV blocks, the last of the running gives up its blocks and goes back to its place in the queue
   with all its tokens, to be computed again. The first is never the victim and always fits, so there is always progress.
 * A request that can never fit ends at once with an error; none is ever dropped.
@@ -14,6 +16,7 @@ Rules
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +24,8 @@ from typing import Literal
 
 from cores.kv_cache_manager import KVCacheManager
 from cores.lora import RunningLoras
-from cores.messages import Finished, FinishReason, RankLoad, SchedulerStats, TokenLogprobs
+from cores.messages import Finished, FinishReason, PromptLogprobsChunk, RankLoad, SchedulerStats, TokenLogprobs
+from cores.priority import Room, who_gives_way
 from cores.request import Request, RequestKey, RequestStatus
 from cores.runner.interface import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 
@@ -34,19 +38,22 @@ class SchedulerConfig:
     max_model_len: int
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    # Prompt tokens of one step that want log-probabilities: each takes a row of logits, as wide as the vocabulary.
+    max_num_prompt_logprobs: int = 1024
     policy: Literal["fcfs", "priority"] = "fcfs"
     max_loras: int = 0  # different adapters in one step
 
 
 @dataclass(slots=True)
 class RequestUpdate:
-    """What one step did to one request: a new token, an end, or both."""
+    """What one step did to one request: a new token, an end, or both; or part of its prompt's log-probabilities."""
 
     request: Request
     token_id: int | None
     is_first: bool = False
     finished: Finished | None = None
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: PromptLogprobsChunk | None = None
 
 
 class RequestQueue:
@@ -93,6 +100,7 @@ class Scheduler:
         self._num_arrived = 0
         self._num_prefill_tokens = 0  # over all requests: tokens to compute before each decodes (again)
         self._num_decodes = 0
+        self._num_prompt_logprobs_left = 0  # in the step that is being scheduled
         self._num_steps = 0
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
@@ -183,15 +191,37 @@ class Scheduler:
 
     def schedule(self, now: float) -> SchedulerOutput:
         """The next batch. Empty only when there is no work."""
+        self._num_prompt_logprobs_left = self.config.max_num_prompt_logprobs
+        if self._has_inversion:
+            self._make_way()
         num_preemptions = self._num_preemptions
         batch = self._schedule_decodes()
         num_decodes = len(batch)
         budget = self.config.max_num_batched_tokens - num_decodes
-        budget -= self._schedule_prefills(batch, budget)
-        if self._num_preemptions == num_preemptions:  # else blocks are short, and the head of the queue is a victim
-            budget -= self._admit(batch, budget, now)
+        may_admit = self._num_preemptions == num_preemptions  # else blocks are short, and the head of the queue is a victim
+        budget -= self._schedule_prompts(batch, budget, now if may_admit else None)
         assert batch or not self._requests, "there is work but nothing was scheduled"
         return SchedulerOutput(batch, num_decodes, self.config.max_num_batched_tokens - budget)
+
+    @property
+    def _has_inversion(self) -> bool:
+        return bool(self._waiting and self._running) and self._waiting[0].queue_key[0] < self._running[-1].queue_key[0]
+
+    def _make_way(self) -> None:
+        """Preempts those who give way to more urgent ones."""
+        loras, num_running = self.loras, len(self._running)
+        room = Room(
+            kv_cache=self.kv_cache,
+            num_places=self._max_num_running - num_running,
+            num_running=num_running,
+            num_blocks=self.kv_cache.num_blocks_free,
+            max_loras=self.config.max_loras,
+            pinned_loras=loras.pinned,
+            loras=loras.counts(),
+        )
+        waiting = itertools.islice(self._waiting, MAX_LOOK_AHEAD)
+        for victim in who_gives_way(waiting, self._running, room, self.config.max_num_batched_tokens - num_running):
+            self._preempt(victim)
 
     def _schedule_decodes(self) -> list[ScheduledRequest]:
         batch, running, index = [], self._running, 0
@@ -226,21 +256,29 @@ class Scheduler:
         if request.lora_id is not None:
             self.loras.remove(request.lora_id)
 
-    def _schedule_prefills(self, batch: list[ScheduledRequest], budget: int) -> int:
+    def _schedule_prompts(self, batch: list[ScheduledRequest], budget: int, now: float | None) -> int:
+        """Prompts in chunks, those begun before new ones of their priority. Without `now` none is begun. The tokens taken."""
         left = budget
         if self._num_decodes < len(self._running):
-            for request in self._running:
-                if left == 0:
-                    break
-                if not request.is_decoding:
+            for request in [r for r in self._running if not r.is_decoding]:
+                if now is not None:
+                    left -= self._admit(batch, left, now, better_than=request.queue_key[0])
+                if left:
                     left -= self._append_chunk(batch, request, left)
+        if now is not None:
+            left -= self._admit(batch, left, now)
         return budget - left
 
-    def _admit(self, batch: list[ScheduledRequest], budget: int, now: float) -> int:
+    def _admit(self, batch: list[ScheduledRequest], budget: int, now: float, *, better_than: float = float("inf")) -> int:
+        """Begins prompts from the head of the queue on, as far as their priority is `better_than` that. The tokens taken."""
         left, index = budget, 0
         passed: Request | None = None  # the first that waits for a slot for its adapter
         while left and len(self._running) < self._max_num_running and index < min(len(self._waiting), MAX_LOOK_AHEAD):
             request = self._waiting[index]
+            if request.queue_key[0] >= better_than:
+                break
+            if request.needs_prompt_logprobs and not self._num_prompt_logprobs_left:
+                break
             if not self._has_slot(request, passed):
                 passed = passed or request
                 index += 1
@@ -277,6 +315,11 @@ class Scheduler:
     def _append_chunk(self, batch: list[ScheduledRequest], request: Request, budget: int) -> int:
         num_left = request.num_tokens - request.num_computed_tokens
         num_tokens = min(num_left, budget)
+        if request.needs_prompt_logprobs:
+            num_tokens = min(num_tokens, self._num_prompt_logprobs_left)
+            self._num_prompt_logprobs_left -= num_tokens
+            if num_tokens == 0:
+                return 0
         self.kv_cache.enter_cache(request, request.num_computed_tokens + num_tokens)
         batch.append(ScheduledRequest(request, num_tokens, num_tokens == num_left))
         return num_tokens
@@ -299,12 +342,17 @@ class Scheduler:
             index += scheduled.samples
             if request.status is not RequestStatus.RUNNING:
                 continue
-            if position < batch.num_decodes:
+            is_deferred = scheduled.samples and index in output.deferred
+            if position < batch.num_decodes and not is_deferred:
                 request.num_computed_tokens += 1  # changes no counter: this is the loop that runs once per token
             else:
-                self._book_prefill(request, scheduled.num_tokens)
-            if scheduled.samples:
+                self._book_prefill(request, scheduled.num_tokens - is_deferred)  # what is deferred is computed again
+            prompt_logprobs = output.prompt_logprobs.get(position) if output.prompt_logprobs else None
+            if scheduled.samples and not is_deferred:
                 updates.append(self._book_token(request, index, output))
+                updates[-1].prompt_logprobs = prompt_logprobs
+            elif prompt_logprobs is not None:
+                updates.append(RequestUpdate(request, None, prompt_logprobs=prompt_logprobs))
         return updates
 
     def _book_prefill(self, request: Request, num_tokens: int) -> None:
@@ -313,6 +361,8 @@ class Scheduler:
         self._count(request, 1)
         if not request.has_sampled:  # else it is computed again after a preemption
             self._num_prompt_tokens += num_tokens
+        if request.num_computed_tokens >= request.num_original_prompt_tokens - 1:
+            request.needs_prompt_logprobs = False
 
     def _book_token(self, request: Request, index: int, output: ModelRunnerOutput) -> RequestUpdate:
         error = output.errors.get(index) if output.errors else None
@@ -322,7 +372,14 @@ class Scheduler:
             token_id = output.token_ids[index]
             request.token_ids.append(token_id)
             self._num_generation_tokens += 1
-            update = RequestUpdate(request, token_id, not request.has_sampled, _finished(request, token_id))
+            finished = _finished(request, token_id)
+            if (
+                output.completed
+                and index in output.completed
+                and (finished is None or finished.reason is not FinishReason.STOP)
+            ):
+                finished = Finished(FinishReason.STOP)
+            update = RequestUpdate(request, token_id, not request.has_sampled, finished)
             request.has_sampled = True
             if output.logprobs:
                 update.logprobs = output.logprobs.get(index)

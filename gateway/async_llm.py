@@ -26,7 +26,7 @@ from typing import Any
 
 from balancer.load import RoutingRequest
 from cores.messages import EngineCoreOutputs, EngineCoreRequest, UtilityResult
-from cores.sampling_params import SamplingParams
+from cores.sampling_params import OPTIONAL_FEATURES, SamplingParams
 from gateway.admission import Admission, OneFrontEnd, Usage, UsageSlots
 from gateway.config import GatewayConfig
 from gateway.core_client import AsyncMPClient, make_async_mp_client
@@ -34,6 +34,7 @@ from gateway.core_client.base import EngineDied, EngineFailed, FrontEndPlace, Ra
 from gateway.engine_client import EngineClient, ModelConfig, Prompt, PromptPieces
 from gateway.errors import EngineDeadError, GatewayError, InvalidRequestError, OverloadedError
 from gateway.failover import Failover
+from gateway.grammar_checker import GrammarChecker
 from gateway.input_processor import InputProcessor
 from gateway.input_session import InputSession
 from gateway.loop_lag import LoopLag
@@ -69,7 +70,10 @@ class AsyncLLM(EngineClient):
         self.config = config
         self.model_config = model_config
         self.renderer = renderer
-        self.input_processor = InputProcessor(model_config, renderer, rng or random.Random())
+        self.grammar_checker = GrammarChecker(model_config)
+        self.input_processor = InputProcessor(
+            model_config, renderer, rng or random.Random(), check_grammar=self.grammar_checker.check
+        )
         self.output_processor = OutputProcessor(renderer.tokenizer)
         self.core_client = core_client
         self.failover = Failover(core_client, self.output_processor, is_enabled=config.fault.failover)
@@ -404,6 +408,7 @@ class AsyncLLM(EngineClient):
         self.loop_lag.stop()
         self.output_processor.fail_all(EngineDeadError("the engine client was shut down"))
         self.renderer.close()
+        await self.grammar_checker.close()
         await self.core_client.shutdown()
         if self._own_run_directory is not None:
             shutil.rmtree(self._own_run_directory, ignore_errors=True)
@@ -471,4 +476,5 @@ def _model_config(config: GatewayConfig, core_client: AsyncMPClient) -> ModelCon
         vocab_size=min(message.vocab_size for message in ready),
         eos_token_ids=ready[0].eos_token_ids,
         created=int(time.time()),
+        features=tuple(f for f in OPTIONAL_FEATURES if all(f in message.features for message in ready)),
     )

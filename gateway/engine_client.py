@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cores.sampling_params import SamplingParams
+from cores.sampling_params import OPTIONAL_FEATURES, SamplingParams
 from gateway.errors import EngineDeadError
 from gateway.operations import Operations
 from gateway.outputs import RequestOutput
@@ -32,6 +32,7 @@ class ModelConfig:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     created: int  # Unix time, for /v1/models
+    features: tuple[str, ...] = OPTIONAL_FEATURES  # what all ranks have of them
 
 
 class EngineClient(Operations):

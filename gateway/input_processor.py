@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from cores.sampling_params import InvalidParameterError, SamplingParams
+from cores.sampling_params import InvalidParameterError, SamplingParams, StructuredOutputs
 from gateway.engine_client import ModelConfig
 from gateway.errors import InvalidRequestError
 from gateway.renderer import Renderer
@@ -22,13 +22,27 @@ class ProcessedInput:
     sampling_params: SamplingParams  # `seed` and `max_tokens` are set
 
 
-class InputProcessor:
-    """For one model. `rng` draws the seeds of requests that have none."""
+GrammarCheck = Callable[[StructuredOutputs], Awaitable[None]]
 
-    def __init__(self, model_config: ModelConfig, renderer: Renderer, rng: random.Random) -> None:
+
+async def _leave_it_to_the_engine(_wanted: StructuredOutputs) -> None:
+    """An engine compiles each grammar in any case, and fails the request if it cannot."""
+
+
+class InputProcessor:
+    """For one model. `rng` draws the seeds of requests that have none; `check_grammar` raises for a grammar that is no good."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        renderer: Renderer,
+        rng: random.Random,
+        check_grammar: GrammarCheck = _leave_it_to_the_engine,
+    ) -> None:
         self._model = model_config
         self._renderer = renderer
         self._rng = rng
+        self._check_grammar = check_grammar
 
     async def process(self, prompt: str | Sequence[int], params: SamplingParams) -> ProcessedInput:
         """Raises `InvalidRequestError`. Leaves `prompt` and `params` as they are."""
@@ -42,7 +56,10 @@ class InputProcessor:
             self._check_length(len(prompt))
             token_ids, text = list(prompt), None
             self._check_token_ids("prompt", token_ids)
-        return ProcessedInput(token_ids, text, self._complete(params, len(token_ids)))
+        params = self._complete(params, len(token_ids))
+        if params.structured_outputs is not None:
+            await self._check_grammar(params.structured_outputs)
+        return ProcessedInput(token_ids, text, params)
 
     # --- the prompt ---------------------------------------------------------------------------------------------------
 
@@ -82,16 +99,15 @@ class InputProcessor:
             params.verify()
         except InvalidParameterError as error:
             raise InvalidRequestError(str(error), error.param) from error
+        missing = params.first_missing(self._model.features)
+        if missing is not None:
+            raise InvalidRequestError(f"{missing} is not supported by this server's engines", missing)
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         self._check_token_ids("logit_bias", params.logit_bias or ())
         if params.allowed_token_ids is not None:
             if not params.allowed_token_ids:
                 raise InvalidRequestError("allowed_token_ids must not be empty", "allowed_token_ids")
             self._check_token_ids("allowed_token_ids", params.allowed_token_ids)
-        if params.prompt_logprobs is not None:
-            raise InvalidRequestError("prompt_logprobs is not supported by this server's engines", "prompt_logprobs")
-        if params.bad_words:
-            raise InvalidRequestError("bad_words is not supported by this server's engines", "bad_words")
 
     def _complete(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         limit = self._model.max_model_len
@@ -111,4 +127,13 @@ class InputProcessor:
                 "min_tokens",
             )
         seed = self._rng.getrandbits(63) if params.seed is None else params.seed
-        return dataclasses.replace(params, max_tokens=max_tokens, seed=seed)
+        return dataclasses.replace(
+            params, max_tokens=max_tokens, seed=seed, bad_words_token_ids=self._bad_words_token_ids(params.bad_words)
+        )
+
+    def _bad_words_token_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """How each word is written at the start of a text and behind a space."""
+        encode = self._renderer.tokenizer.encode
+        spellings = [text for word in words for stem in [word.lstrip() or word] for text in (stem, " " + stem)]
+        sequences = (tuple(encode(text, add_special_tokens=False)) for text in spellings)
+        return tuple(dict.fromkeys(sequence for sequence in sequences if sequence))

@@ -81,6 +81,8 @@ class RequestOutputCollector:
 
     def _merge(self, unread: RequestOutput, newer: RequestOutput) -> None:
         unread.finished = newer.finished
+        if newer.prompt_logprobs is not None:
+            unread.prompt_logprobs = newer.prompt_logprobs
         if unread.rank is None:
             unread.rank = newer.rank
         if self._joins and len(unread.outputs) == len(newer.outputs) == 1 and unread.outputs[0].index == newer.outputs[0].index:

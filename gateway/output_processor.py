@@ -220,7 +220,7 @@ class OutputProcessor:
     def process(self, outputs: EngineCoreOutputs, chunk_size: int, now: float) -> Iterator[ProcessedOutputs]:
         """Hands out one step's outputs, `chunk_size` rows at a time; the caller gives the loop a turn between slices. Requests
         may come and go meanwhile. Must be iterated to its end."""
-        extras = {*outputs.first_tokens, *outputs.finished, *outputs.logprobs}
+        extras = {*outputs.first_tokens, *outputs.finished, *outputs.logprobs, *outputs.prompt_logprobs}
         num_rows, offset = len(outputs.handles), 0
         for start in range(0, num_rows, chunk_size):
             batch = _Slice(outputs, now, None if self.on_tokens is None else TokenTimes(outputs.rank_id.rank))
@@ -277,7 +277,7 @@ class OutputProcessor:
         stream.stats.weight_version = outputs.weight_version
         if finished is not None:
             batch.finished_handles.append(state.handle)
-        error = self._row_error(batch, state, row, token_ids, logprobs)
+        error = self._add_prompt_logprobs(batch, state, row) or self._row_error(batch, state, row, token_ids, logprobs)
         if error is not None:
             siblings = self.fail([state.handle], error)
             batch.abort_handles += siblings if finished is not None else [state.handle, *siblings]
@@ -295,6 +295,16 @@ class OutputProcessor:
             stream.put(completion)
 
     @staticmethod
+    def _add_prompt_logprobs(batch: _Slice, state: RequestState, row: int) -> EngineGenerateError | None:
+        chunk, known = batch.outputs.prompt_logprobs.get(row), state.stream.prompt_logprobs
+        if chunk is not None and known is not None:
+            try:
+                known.add(chunk)
+            except ValueError as error:
+                return EngineGenerateError(f"{batch.outputs.rank_id}: {error}")
+        return None
+
+    @staticmethod
     def _row_error(
         batch: _Slice, state: RequestState, row: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> GatewayError | None:
@@ -305,6 +315,8 @@ class OutputProcessor:
             return OverloadedError(f"{rank_id}: {finished.error or 'it takes no requests now'}")
         if state.lacks_logprobs(token_ids, logprobs):
             return EngineGenerateError(f"{rank_id} sent {len(token_ids)} tokens with log-probabilities of {len(logprobs)}")
+        if state.lacks_prompt_logprobs(token_ids):
+            return EngineGenerateError(f"{rank_id} sent a token before the log-probabilities of the prompt")
         return None
 
     def _book_tokens(self, batch: _Slice, state: RequestState, num_tokens: int) -> None:

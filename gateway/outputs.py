@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gateway.logprobs import PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +69,4 @@ class RequestOutput:
     finished: bool  # of all sequences: the last item of its stream
     stats: RequestStats
     rank: int | None = None  # the first rank that served it
+    prompt_logprobs: PromptLogprobs | None = None  # where they were asked for, in every output from the first token on

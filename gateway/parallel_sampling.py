@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from cores.sampling_params import MAX_SEED, SamplingParams
+from cores.sampling_params import MAX_SEED, RequestOutputKind, SamplingParams
 from gateway.outputs import CompletionOutput
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd: its multiples by different indexes differ modulo 2^63
@@ -23,7 +23,12 @@ class ParentRequest:
 
     def child_params(self, index: int) -> SamplingParams:
         """What child `index` is asked for. Child 0 has the parent's seed: the first choice is what `n` = 1 would give."""
-        return dataclasses.replace(self._params, n=1, seed=child_seed(self._params.seed or 0, index))
+        params = dataclasses.replace(self._params, n=1, seed=child_seed(self._params.seed or 0, index))
+        if index > 0 and params.output_kind is RequestOutputKind.FINAL_ONLY:
+            # They are the same for all, and each engine that owes them computes the whole prompt. A stream needs them from
+            # whoever speaks first.
+            params = dataclasses.replace(params, prompt_logprobs=None)
+        return params
 
     def record(self, completion: CompletionOutput) -> list[CompletionOutput] | None:
         """Keeps the end of one child. All of them, by index, once the last one has ended; None before."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cores.messages import Finished, FirstToken, TokenLogprobs
 from cores.sampling_params import RequestOutputKind, SamplingParams
 from gateway.detokenizer import IncrementalDetokenizer
-from gateway.logprobs import position_logprobs
+from gateway.logprobs import PromptLogprobs, position_logprobs
 from gateway.output_collector import OutputSink
 from gateway.outputs import CompletionOutput, PositionLogprobs, RequestOutput, RequestStats
 from gateway.parallel_sampling import ParentRequest
@@ -18,8 +18,8 @@ class RequestStream:
     """One request as its reader sees it: its sequences share a sink, statistics and one end."""
 
     __slots__ = (
-        "external_id", "internal_id", "num_open", "parent", "prompt", "prompt_token_ids", "rank", "sink", "states", "stats",
-        "waits_for_all",
+        "external_id", "internal_id", "num_open", "parent", "prompt", "prompt_logprobs", "prompt_token_ids", "rank", "sink",
+        "states", "stats", "waits_for_all",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +44,7 @@ class RequestStream:
         self.states: dict[int, RequestState] = {}  # of those, by handle
         self.stats = RequestStats(arrival_s)
         self.rank: int | None = None
+        self.prompt_logprobs: PromptLogprobs | None = None  # as far as they have come, where they were asked for
 
     def put(self, completion: CompletionOutput) -> None:
         """To the reader; a completion with a finish reason ends its sequence."""
@@ -65,11 +66,12 @@ class RequestStream:
         self._put(completions)
 
     def _put(self, completions: list[CompletionOutput]) -> None:
-        self.sink.put(
-            RequestOutput(
-                self.external_id, self.prompt, self.prompt_token_ids, completions, self.num_open == 0, self.stats, self.rank
-            )
+        output = RequestOutput(
+            self.external_id, self.prompt, self.prompt_token_ids, completions, self.num_open == 0, self.stats, self.rank
         )
+        if self.prompt_logprobs is not None and self.prompt_logprobs.is_complete:
+            output.prompt_logprobs = self.prompt_logprobs
+        self.sink.put(output)
 
     def on_first_token(self, first: FirstToken) -> None:
         """Of the first sequence that has one: the others' prompt is found in its cache."""
@@ -82,8 +84,8 @@ class RequestState:
 
     __slots__ = (
         "_entries", "_has_new", "_include_stop", "_logprobs", "_output_kind", "_stop_token_ids", "_text", "_token_ids",
-        "_tokenizer", "_wants_logprobs", "accepted", "can_be_plain", "detokenizer", "handle", "has_tokens", "index",
-        "is_delta", "is_plain", "last_token_s", "push_one", "stream",
+        "_tokenizer", "_wants_logprobs", "_wants_prompt_logprobs", "accepted", "can_be_plain", "detokenizer", "handle",
+        "has_tokens", "index", "is_delta", "is_plain", "last_token_s", "push_one", "stream",
     )  # fmt: skip
 
     def __init__(self, handle: int, index: int, tokenizer: Tokenizer, params: SamplingParams, stream: RequestStream) -> None:
@@ -101,8 +103,13 @@ class RequestState:
         self._include_stop = params.include_stop_str_in_output
         self._stop_token_ids = params.stop_token_ids
         self._wants_logprobs = params.logprobs is not None
+        self._wants_prompt_logprobs = params.prompt_logprobs is not None
+        if params.prompt_logprobs is not None and stream.prompt_logprobs is None:
+            stream.prompt_logprobs = PromptLogprobs(tokenizer, stream.prompt_token_ids, params.prompt_logprobs)
         # Plain rows take the short path of the output processor: nothing but text, ids and a stop string can come of them.
-        self.can_be_plain = not self._wants_logprobs and self._output_kind is not RequestOutputKind.CUMULATIVE
+        self.can_be_plain = not (
+            self._wants_logprobs or self._wants_prompt_logprobs or self._output_kind is RequestOutputKind.CUMULATIVE
+        )
         self.is_plain = False  # from the first token on
         # Not given to the reader yet (delta), or from the start (the other kinds).
         self._text: list[str] = []
@@ -140,6 +147,11 @@ class RequestState:
 
     def lacks_logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> bool:
         return self._wants_logprobs and len(token_ids) != len(logprobs)
+
+    def lacks_prompt_logprobs(self, token_ids: Sequence[int]) -> bool:
+        """An engine sends them all before the first token."""
+        known = self.stream.prompt_logprobs
+        return self._wants_prompt_logprobs and bool(token_ids) and known is not None and not known.is_complete
 
     def stop_reason(self, finished: Finished) -> int | None:
         """The stop token that the request named; EOS needs no naming."""

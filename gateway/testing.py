@@ -18,6 +18,7 @@ from gateway.config import GatewayConfig
 from gateway.engine_client import EngineClient, ModelConfig, Prompt, PromptPieces
 from gateway.errors import EngineDeadError, GatewayError, OverloadedError
 from gateway.input_processor import InputProcessor
+from gateway.logprobs import PromptLogprobs
 from gateway.outputs import CompletionOutput, PositionLogprobs, RequestOutput, RequestStats
 from gateway.status import BalancerStatus, FrontEndStatus, RankStatus, StatusSnapshot, Totals
 
@@ -71,6 +72,7 @@ class FakeRequest:
     rank: int | None = 0
     merges_unread: bool = False  # as a collector does; otherwise each piece is an output of its own
     num_cached_tokens: int = 0
+    prompt_logprobs: PromptLogprobs | None = None  # shown with every output
     is_finished: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)  # its reader is gone, for whatever reason
     _unread: deque[CompletionOutput] = field(default_factory=deque)
@@ -151,6 +153,7 @@ class FakeRequest:
             finished=not self._unfinished and not self._unread,
             stats=stats,
             rank=self.rank,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 

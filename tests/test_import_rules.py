@@ -22,6 +22,6 @@ def test_import_contracts_are_kept() -> None:
 def test_front_end_loads_neither_torch_nor_ray_nor_transformers() -> None:
     code = (
         "import sys, gateway.server.app, gateway.async_llm, gateway.front_end\n"
-        "print(*(m for m in ('torch', 'ray', 'transformers', 'numpy') if m in sys.modules))"
+        "print(*(m for m in ('torch', 'ray', 'transformers', 'numpy', 'llguidance') if m in sys.modules))"
     )
     assert run(sys.executable, "-c", code).split() == []

@@ -77,6 +77,13 @@ class ChildProcess:
     def returncode(self) -> int | None:
         return self._process.returncode
 
+    async def write_line(self, line: str) -> None:
+        """To its stdin. A child that is dead does not take it: `read_line` will tell."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._process.stdin.write(line.encode() + b"\n")
+            await self._process.stdin.drain()
+
     async def read_line(self) -> str:
         """The next line that it printed; empty when it has closed its stdout."""
         assert self._process.stdout is not None

@@ -19,10 +19,23 @@ MIN_GROUP_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True)
+class PromptSpan:
+    """Prompt tokens of one request whose log-probabilities are wanted: the logits at each position are about the next token."""
+
+    index: int  # of the request in `SchedulerOutput.scheduled`
+    start: int  # the first position whose logits count
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class InputBatch:
     input_ids: torch.Tensor  # [1, T] int64
     position_ids: torch.Tensor  # [1, T] int64
-    sampled_rows: torch.Tensor  # [S] int64: positions in the row whose logits are wanted, in the order of `scheduled`
+    # [S + P] int64: positions in the row whose logits are wanted. First those that sample, in the order of `scheduled`; then
+    # those of `prompt_spans`, one after the other.
+    logits_rows: torch.Tensor
+    num_sampled: int
+    prompt_spans: list[PromptSpan]
     metadata: AttentionMetadata
 
 
@@ -35,12 +48,18 @@ def build_input_batch(
     slots: list[int] = []
     begun_blocks: list[int] = []
     sampled_rows: list[int] = []
+    prompt_rows: list[int] = []
+    prompt_spans: list[PromptSpan] = []
     prefills: list[PrefillChunk] = []
     for i, scheduled in enumerate(batch.scheduled):
         request = scheduled.request
         start, end, blocks = request.num_computed_tokens, request.num_computed_tokens + scheduled.num_tokens, request.block_ids
         if i >= batch.num_decodes:
             prefills.append(_prefill_chunk(scheduled, len(input_ids), block_size, dtype, device))
+        if request.needs_prompt_logprobs:
+            length = min(end, request.num_original_prompt_tokens - 1) - start
+            prompt_rows += range(len(input_ids), len(input_ids) + length)
+            prompt_spans.append(PromptSpan(i, start, length))
         input_ids += request.token_ids[start:end]
         position_ids += range(start, end)
         slots += [blocks[p // block_size] * block_size + p % block_size for p in range(start, end)]
@@ -58,7 +77,9 @@ def build_input_batch(
     return InputBatch(
         input_ids=tensor(input_ids)[None],
         position_ids=tensor(position_ids)[None],
-        sampled_rows=tensor(sampled_rows),
+        logits_rows=tensor(sampled_rows + prompt_rows),
+        num_sampled=len(sampled_rows),
+        prompt_spans=prompt_spans,
         metadata=AttentionMetadata(cache=cache, slots=tensor(slots), decodes=decodes, prefills=prefills),
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from cores.messages import TokenLogprobs
+from cores.messages import PromptLogprobsChunk, TokenLogprobs
 from cores.request import Request
 
 
@@ -40,6 +40,11 @@ class ModelRunnerOutput:
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by the same index, where asked for
     errors: dict[int, str] = field(default_factory=dict)  # by the same index: this request alone failed; its token is void
+    # The same index again. No token was chosen yet: the last position is to be computed again, in the next step.
+    deferred: frozenset[int] = frozenset()
+    completed: set[int] = field(default_factory=set)  # nothing can follow this token: the request ends with it
+    # By index in `scheduled`: of the prompt tokens whose predecessors this step computed, while `needs_prompt_logprobs`.
+    prompt_logprobs: dict[int, PromptLogprobsChunk] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class ModelInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     num_kv_blocks: int
+    features: tuple[str, ...] = ()  # of `sampling_params.OPTIONAL_FEATURES`
 
 
 class ModelRunner(Protocol):

@@ -22,13 +22,16 @@ from torch.profiler import ProfilerActivity
 from cores.config import ConfigError, EngineConfig
 from cores.loader import LoadedModel, device_name, free_memory_bytes, load_model
 from cores.request import Request
+from cores.runner.grammar import Grammars
 from cores.runner.input_batch import build_input_batch
 from cores.runner.interface import ModelInfo, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from cores.runner.lora import LoraModel
 from cores.runner.paged_kv_cache import PagedKVCache, choose_num_kv_blocks
+from cores.runner.prompt_logprobs import prompt_logprobs
 from cores.runner.sampler import Sampler
 from cores.runner.weights import Weights
-from cores.sampling_params import SamplingParams
+from cores.sampling_params import OPTIONAL_FEATURES, SamplingParams
+from cores.structured_outputs import GrammarError, load_grammar_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +46,11 @@ class _Parts:
     cache: PagedKVCache | None  # None: it sleeps
     sampler: Sampler
     loras: LoraModel | None
+    grammars: Grammars
 
 
 class TorchModelRunner:
-    """A `ModelRunner`. Keeps nothing of a request between steps but its K and V."""
+    """A `ModelRunner`. Keeps nothing of a request between steps but its K and V, and its grammar if it has one."""
 
     def __init__(self, config: EngineConfig, num_threads: int | None = None) -> None:
         self._config = config
@@ -72,7 +76,9 @@ class TorchModelRunner:
         with torch.inference_mode():
             cache = PagedKVCache(loaded.cache_shape, num_kv_blocks, loaded.device)
             sampler = Sampler(loaded.vocab_size, loaded.device)
-        self._parts = _Parts(loaded, Weights(loaded, self._config.model), num_kv_blocks, cache, sampler, loras)
+            grammars, features = self._load_grammars(loaded)
+        weights = Weights(loaded, self._config.model)
+        self._parts = _Parts(loaded, weights, num_kv_blocks, cache, sampler, loras, grammars)
         with contextlib.nullcontext() if loras is None else loras.watched():
             self._try_one_step(cache)
         logger.info(
@@ -90,24 +96,39 @@ class TorchModelRunner:
             vocab_size=loaded.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
             num_kv_blocks=num_kv_blocks,
+            features=features,
         )
+
+    def _load_grammars(self, loaded: LoadedModel) -> tuple[Grammars, tuple[str, ...]]:
+        """And what of `OPTIONAL_FEATURES` this engine has: not every tokenizer can be used with grammars."""
+        try:
+            tokenizer = load_grammar_tokenizer(self._config.model, loaded.vocab_size, loaded.eos_token_ids)
+        except GrammarError as error:
+            logger.warning("no structured output: %s", error)
+            return Grammars(None, str(error)), tuple(f for f in OPTIONAL_FEATURES if f != "structured_outputs")
+        return Grammars(tokenizer), OPTIONAL_FEATURES
 
     @torch.inference_mode()
     def execute(self, batch: SchedulerOutput) -> ModelRunnerOutput:
         parts = self._loaded_parts
         loaded, cache, sampler, loras = parts.loaded, parts.cache, parts.sampler, parts.loras
         assert cache is not None, "a step while the KV cache sleeps"
+        step_grammars = parts.grammars.begin(batch)  # works beside the model
         inputs = build_input_batch(batch, cache, loaded.cache_shape.block_size, loaded.dtype, loaded.device)
         with contextlib.nullcontext() if loras is None else loras.applied(batch):
             output = loaded.model(
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,
                 use_cache=False,
-                logits_to_keep=inputs.sampled_rows,  # the last layer's matrix is the largest: only for tokens that sample
+                logits_to_keep=inputs.logits_rows,  # the last layer's matrix is the largest: only where logits are wanted
                 attention_metadata=inputs.metadata,
             )
         # In float32 from here on: bfloat16 has too few digits for sums over a vocabulary, and a slow argmax.
-        return sampler.sample(output.logits[0].float(), [s.request for s in batch.scheduled if s.samples])
+        logits, requests = output.logits[0], [s.request for s in batch.scheduled if s.samples]
+        sampled = sampler.sample(logits[: inputs.num_sampled].float(), requests, step_grammars.collect())
+        sampled.prompt_logprobs = prompt_logprobs(logits[inputs.num_sampled :], inputs.prompt_spans, batch)
+        step_grammars.advance(sampled)
+        return sampled
 
     def load_lora(self, path: str) -> str:
         return self._loras.load(path)
@@ -136,6 +157,8 @@ class TorchModelRunner:
         )
 
     def shutdown(self) -> None:
+        if self._parts is not None:
+            self._parts.grammars.close()
         self._parts = None
 
     @property

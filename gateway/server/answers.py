@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.logprobs import PromptLogprobs
 from gateway.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from gateway.server.usage import UsageCounter
 
@@ -28,6 +29,9 @@ class Answer:
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
+    # How many alternatives of each prompt token are shown: in front of the output's (with `echo`), and by themselves.
+    echo_logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def num_choices(self) -> int:
@@ -58,21 +62,23 @@ def whole_answer(shape: ApiShape, answer: Answer, outputs: Sequence[RequestOutpu
     usage = answer.new_usage()
     for output in outputs:
         usage.add(output)
-    completions = sorted((c for output in outputs for c in output.outputs), key=lambda completion: completion.index)
+    choices = [_whole_choice(shape, answer, completion, output) for output in outputs for completion in output.outputs]
     document = {
         "id": answer.id,
         "object": shape.whole_object,
         "created": answer.created,
         "model": answer.model,
-        "choices": [_whole_choice(shape, answer, completion) for completion in completions],
+        "choices": sorted(choices, key=lambda choice: choice["index"]),
         "usage": usage.to_document(),
     }
     if answer.return_token_ids and shape.has_roles:
         document["prompt_token_ids"] = answer.prompt_token_ids[0]
+    if answer.prompt_logprobs is not None and shape.has_roles:
+        document["prompt_logprobs"] = prompt_logprobs(outputs[0].prompt_logprobs, answer.prompt_logprobs)
     return msgspec.json.encode(document)
 
 
-def _whole_choice(shape: ApiShape, answer: Answer, completion: CompletionOutput) -> dict[str, Any]:
+def _whole_choice(shape: ApiShape, answer: Answer, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
     prefix = answer.prefix_of(completion.index)
     positions = completion.logprobs
     choice = {
@@ -86,6 +92,11 @@ def _whole_choice(shape: ApiShape, answer: Answer, completion: CompletionOutput)
         choice["token_ids"] = completion.token_ids
         if not shape.has_roles:
             choice["prompt_token_ids"] = answer.prompt_token_ids[completion.index // answer.n]
+    if answer.echo_logprobs is not None and choice["logprobs"] is not None and output.prompt_logprobs is not None:
+        echoed = echoed_logprobs(output.prompt_logprobs, answer.echo_logprobs)
+        choice["logprobs"] = {name: column + choice["logprobs"][name] for name, column in echoed.items()}
+    if answer.prompt_logprobs is not None and not shape.has_roles:
+        choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, answer.prompt_logprobs)
     return choice
 
 
@@ -115,6 +126,25 @@ def completion_logprobs(positions: Sequence[PositionLogprobs], offset: int) -> d
         "top_logprobs": top,
         "text_offset": offsets,
     }
+
+
+def echoed_logprobs(known: PromptLogprobs, num_top: int) -> dict[str, Any]:
+    """The same of a prompt that stands in front of its output. Its first token has no log-probability."""
+    positions = [PositionLogprobs(position.chosen, position.top[:num_top]) for position in known[1:] if position is not None]
+    columns = completion_logprobs(positions, len(known.first_text))
+    first = {"tokens": [known.first_text], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+    return {name: first[name] + column for name, column in columns.items()}
+
+
+def prompt_logprobs(known: PromptLogprobs | None, num_top: int) -> list[dict[str, Any] | None] | None:
+    """vLLM's: for each token of the prompt its candidates by token id, the actual one first. None of the first token."""
+    if known is None:
+        return None
+    return [None if position is None else _candidates((position.chosen, *position.top[:num_top])) for position in known]
+
+
+def _candidates(candidates: Sequence[Logprob]) -> dict[str, Any]:
+    return {str(c.token_id): {"logprob": _finite(c.logprob), "rank": c.rank, "decoded_token": c.text} for c in candidates}
 
 
 def _finite(logprob: float) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 from cores.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
 from gateway.errors import InvalidRequestError
 from gateway.server.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from gateway.server.structured import to_structured_outputs
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for plain completions; chat goes on up to the model's length
 
@@ -30,6 +31,8 @@ def to_sampling_params(request: CompletionRequest | ChatCompletionRequest) -> Sa
         **values,
         max_tokens=_max_tokens(request),
         logprobs=_num_logprobs(request),
+        prompt_logprobs=_num_prompt_logprobs(request),
+        structured_outputs=to_structured_outputs(request),
         output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
     )
     params.verify()
@@ -56,6 +59,13 @@ def _num_logprobs(request: CompletionRequest | ChatCompletionRequest) -> int | N
     return top or 0
 
 
+def _num_prompt_logprobs(request: CompletionRequest | ChatCompletionRequest) -> int | None:
+    """For the field of that name, and for the echoed prompt of a completion with log-probabilities."""
+    echoed = request.logprobs if isinstance(request, CompletionRequest) and request.echo else None
+    wanted = [number for number in (request.prompt_logprobs, echoed) if number is not None]
+    return max(wanted, default=None)
+
+
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
     result = {}
     for key, value in bias.items():
@@ -70,12 +80,11 @@ def refuse_unsupported(request: GenerationRequest) -> None:
     """Raises `InvalidRequestError` for a field that asks for what is not there yet."""
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options is only allowed when stream is true", "stream_options")
-    if request.response_format is not None and request.response_format.type != "text":
-        _refuse("response_format", request.response_format.type, "text")
     if request.best_of is not None and request.best_of > (request.n or 1):
         raise InvalidRequestError(f"best_of above n is not supported, got {request.best_of}", "best_of")
-    for name in ("structured_outputs", "prompt_logprobs", "truncate_prompt_tokens"):
-        _refuse_set(request, name)
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidRequestError("prompt_logprobs are not available in streams", "prompt_logprobs")
+    _refuse_set(request, "truncate_prompt_tokens")
     if request.use_beam_search:
         raise InvalidRequestError("use_beam_search is not supported", "use_beam_search")
     if isinstance(request, ChatCompletionRequest):
@@ -87,8 +96,6 @@ def refuse_unsupported(request: GenerationRequest) -> None:
 def _refuse_unsupported_completion(request: CompletionRequest) -> None:
     for name in ("suffix", "prompt_embeds"):
         _refuse_set(request, name)
-    if request.echo and request.logprobs is not None:
-        raise InvalidRequestError("echo together with logprobs is not supported yet: it needs prompt_logprobs", "echo")
 
 
 def _refuse_unsupported_chat(request: ChatCompletionRequest) -> None:

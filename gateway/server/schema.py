@@ -29,8 +29,32 @@ class StreamOptions(Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchemaFormat(Struct, frozen=True):
+    """OpenAI's wrapping of a schema. `name` and `description` are for models that are told of them; `strict` is always true."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
 class ResponseFormat(Struct, frozen=True):
     type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputsFields(Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's: one of the first five, and how JSON may be spaced."""
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+    # Accepted for vLLM's clients: there is one backend, which never guesses.
+    disable_fallback: bool | None = None
 
 
 class GenerationRequest(Struct, kw_only=True, frozen=True):
@@ -65,9 +89,9 @@ class GenerationRequest(Struct, kw_only=True, frozen=True):
     echo: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    # Known, and refused with a clear error where they ask for something: see `sampling`.
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputsFields | None = None
+    # Known, and refused with a clear error where they ask for something: see `sampling`.
     use_beam_search: bool | None = None
     truncate_prompt_tokens: Int | None = None
 

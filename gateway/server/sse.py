@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
+from gateway.logprobs import PromptLogprobs
 from gateway.outputs import CompletionOutput, RequestOutput
-from gateway.server.answers import Answer, ApiShape
+from gateway.server.answers import Answer, ApiShape, echoed_logprobs
 
 DONE = b"data: [DONE]\n\n"
 _to_json = msgspec.json.Encoder().encode
@@ -33,6 +34,8 @@ class StreamEncoder:
         self._after = f'{shape.after_piece},"logprobs":null,"finish_reason":null}}]}}\n\n'.encode()
         # Per choice; only logprobs of the completions API need it.
         self._offsets = [len(answer.prefix_of(index)) for index in range(answer.num_choices)]
+        # Choices whose opening waits for the log-probabilities of their prompt.
+        self._unopened = set(range(answer.num_choices if answer.echo_logprobs is not None else 0))
         self._is_plain = not (answer.continuous_usage or answer.return_token_ids)
 
     @property
@@ -43,7 +46,7 @@ class StreamEncoder:
     def open(self) -> bytes:
         """What stands before the first piece: roles, echoed prompts, prompt token ids."""
         answer, shape = self._answer, self._shape
-        if not (shape.has_roles or answer.echo or answer.return_token_ids):
+        if self._unopened or not (shape.has_roles or answer.echo or answer.return_token_ids):
             return b""
         return b"".join(self._opening_chunk(index) for index in range(answer.num_choices))
 
@@ -52,9 +55,21 @@ class StreamEncoder:
         # Called for every output of every stream: the usual one must stay this short.
         self._usage.add(output)
         completions = output.outputs
+        if self._unopened:
+            return self._open_late(output) + b"".join([self._encode_completion(completion) for completion in completions])
         if len(completions) == 1:
             return self._encode_completion(completions[0])
         return b"".join([self._encode_completion(completion) for completion in completions])
+
+    @property
+    def is_slow(self) -> bool:
+        """The next output may take longer than others should wait: a long prompt has log-probabilities by the thousand."""
+        return bool(self._unopened)
+
+    def _open_late(self, output: RequestOutput) -> bytes:
+        new = [completion.index for completion in output.outputs if completion.index in self._unopened]
+        self._unopened.difference_update(new)
+        return b"".join([self._opening_chunk(index, output.prompt_logprobs) for index in new])
 
     def close(self) -> bytes:
         """The end of a stream whose choices have all finished."""
@@ -87,11 +102,13 @@ class StreamEncoder:
             fields["token_ids"] = completion.token_ids
         return self._chunk(self._before[index] + _to_json(completion.text) + self._shape.after_piece.encode(), fields)
 
-    def _opening_chunk(self, index: int) -> bytes:
+    def _opening_chunk(self, index: int, prompt_logprobs: PromptLogprobs | None = None) -> bytes:
         answer, shape = self._answer, self._shape
         text = answer.prefix_of(index)
         fields: dict[str, Any] = {"logprobs": None, "finish_reason": None}
         top_level: dict[str, Any] = {}
+        if prompt_logprobs is not None and answer.echo_logprobs is not None:
+            fields["logprobs"] = echoed_logprobs(prompt_logprobs, answer.echo_logprobs)
         if answer.return_token_ids:
             prompt_token_ids = answer.prompt_token_ids[index // answer.n]
             (top_level if shape.has_roles else fields)["prompt_token_ids"] = prompt_token_ids

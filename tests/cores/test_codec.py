@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 from array import array
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from cores import messages as m
 from cores.codec import MAX_FRAME_BYTES, PROTOCOL_VERSION, CodecError, Message, VersionMismatchError, decode, encode
-from cores.sampling_params import SamplingParams
+from cores.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputKind, StructuredOutputs
 
 LOAD = m.RankLoad(1, 2, 300, 1, 40, 500, 12.5, 900.0)
 STATS = m.SchedulerStats(1, 2, 3, 4, 5, 6, 7)
@@ -42,6 +43,11 @@ OUTPUTS = m.EngineCoreOutputs(
     first_tokens={0: m.FirstToken(16, 0.5)},
     finished={1: m.Finished(m.FinishReason.ERROR, error="no room")},
     logprobs={0: [m.TokenLogprobs(-0.5, 1, (42, 43), (-0.5, -2.0))]},
+    prompt_logprobs={
+        1: m.PromptLogprobsChunk(
+            1, 2, array("f", [-0.5, -1.5]), array("I", [1, 9]), array("I", [7, 8, 9, 10]), array("f", [-0.5, -1, -2, -3])
+        )
+    },
 )
 
 SAMPLES: list[Message] = [
@@ -93,10 +99,12 @@ GOLDEN = {
     ),
     "AbortRequests": "940102 06 920708",
     "EngineCoreOutputs": (
-        "9d010b 920302 0b 05 980102cd012c0128cd01f4cb4029000000000000cb408c200000000000"
+        "9e010b 920302 0b 05 980102cd012c0128cd01f4cb4029000000000000cb408c200000000000"
         " c4080700000008000000 c4042a000000 c4080100000000000000"
         " 81009210cb3fe0000000000000 81019303c0a76e6f20726f6f6d"
         " 81009194cbbfe0000000000000 01 922a2b 92cbbfe0000000000000cbc000000000000000 00"
+        " 8101960102 c408000000bf0000c0bf c4080100000009000000"
+        " c410070000000800000009000000 0a000000 c410000000bf000080bf000000c0000040c0"
     ),
     "EngineCoreDead": "94010e 920302 a3776879",
     "Shutdown": "930114 cb4004000000000000",
@@ -125,6 +133,26 @@ def test_a_foreign_version_is_refused_with_both_versions_named() -> None:
 def test_a_field_that_an_older_peer_does_not_know_takes_its_default() -> None:
     frame = msgpack.packb([PROTOCOL_VERSION, 21, 4, [[0, 1, "ready"]]])
     assert decode(frame) == m.GroupState(4, (m.RankRecord(0, 1, "ready"),))
+
+
+def test_outputs_of_an_older_engine_have_no_log_probabilities_of_prompts() -> None:
+    values = msgpack.unpackb(encode(OUTPUTS), strict_map_key=False)
+    outputs = decode(msgpack.packb(values[:13]))
+    assert isinstance(outputs, m.EngineCoreOutputs)
+    assert outputs.prompt_logprobs == {}
+
+
+def test_every_kind_of_parameter_survives_the_way() -> None:
+    params = SamplingParams(
+        structured_outputs=StructuredOutputs(StructuredOutputKind.JSON, "{}", "response_format"),
+        bad_words=("a",),
+        bad_words_token_ids=((1, 2), (3,)),
+        prompt_logprobs=0,
+        allowed_token_ids=(),
+        output_kind=RequestOutputKind.DELTA,
+    )
+    message = m.AddRequest(5, dataclasses.replace(ADD_REQUEST.request, sampling_params=params))
+    assert decode(encode(message)) == message
 
 
 def test_only_parameters_that_differ_from_their_default_cross_the_wire() -> None:
@@ -178,6 +206,9 @@ def _mutated_request(**fields: object) -> bytes:
         _mutated_request(params={"stop_token_ids": ["a"]}),
         _mutated_request(params={"output_kind": "loud"}),
         _mutated_request(params={"unheard_of": 1}),
+        _mutated_request(params={"structured_outputs": ["regex"]}),
+        _mutated_request(params={"structured_outputs": ["riddle", "a", "response_format"]}),
+        _mutated_request(params={"bad_words_token_ids": [[1, "a"]]}),
         _mutated_request(lora=5),
         b"\x91" * 2000 + b"\x01",
         encode(m.Shutdown(1.0)) + b"\x00",
@@ -198,6 +229,10 @@ def test_malformed_frames_raise_codec_error(frame: bytes) -> None:
         (9, {2: [1, 0.5]}),  # a first token in a row that is not there
         (10, {0: [9]}),  # an unknown reason
         (11, {0: [[1.0, 1, [1], ["x"]]]}),
+        (13, {2: [1, 0, b"", b"", b"", b""]}),
+        (13, {0: [1, 0, b"\0" * 4, b"", b"", b""]}),  # a log-probability without a rank
+        (13, {0: [1, 1, b"\0" * 4, b"\0" * 4, b"", b""]}),  # an alternative is missing
+        (13, {0: [1, 1, b"\0" * 3, b"", b"", b""]}),
     ],
 )
 def test_inconsistent_outputs_raise_codec_error(position: int, value: object) -> None:

@@ -25,6 +25,8 @@ class Driver:
         self.scheduler = Scheduler(SchedulerConfig(max_model_len=max_model_len, **config), kv_cache)
         self.choose: Callable[[Request], int] = lambda request: TOKEN
         self.errors: dict[int, str] = {}
+        self.deferred: frozenset[int] = frozenset()
+        self.completed: set[int] = set()
         self.now = 0.0
 
     def add(self, message: EngineCoreRequest) -> Request:
@@ -44,7 +46,9 @@ class Driver:
         batch = self.scheduler.schedule(self.now)
         sampling = [s.request for s in batch.scheduled if s.samples]
         described = [(s.request.key[1], s.num_tokens) for s in batch.scheduled]
-        output = ModelRunnerOutput([self.choose(r) for r in sampling], errors=self.errors)
+        output = ModelRunnerOutput(
+            [self.choose(r) for r in sampling], errors=self.errors, deferred=self.deferred, completed=self.completed
+        )
         self.updates: list[RequestUpdate] = self.scheduler.update(batch, output)
         self.scheduler.check_invariants()
         self.now += 1.0
@@ -135,6 +139,77 @@ def test_with_priorities_the_least_urgent_gives_way() -> None:
     assert (relaxed.status, urgent.status) == (RequestStatus.PREEMPTED, RequestStatus.RUNNING)
     driver.run()
     assert (relaxed.num_output_tokens, urgent.num_output_tokens) == (10, 10)
+
+
+def test_an_urgent_request_takes_a_running_one_s_place_when_all_are_taken() -> None:
+    driver = Driver(policy="priority", max_num_seqs=2)
+    relaxed = [driver.add(make_request(handle, prompt=4, max_tokens=9, priority=5)) for handle in (1, 2)]
+    driver.step()
+    driver.add(make_request(3, prompt=4, max_tokens=2, priority=0))
+    assert driver.step() == [(1, 1), (3, 4)]
+    assert relaxed[1].status is RequestStatus.PREEMPTED
+    assert relaxed[1].num_output_tokens == 1  # it keeps what it has
+    equal = driver.add(make_request(4, prompt=4, max_tokens=2, priority=5))
+    driver.step()
+    assert driver.step() == [
+        (1, 1),
+        (2, 1),
+    ]  # urgent is done; the victim was before the newcomer, and its first block is cached
+    assert equal.status is RequestStatus.WAITING
+    driver.run()
+    assert [r.num_output_tokens for r in (*relaxed, equal)] == [9, 9, 2]
+
+
+def test_several_urgent_requests_do_not_wait_for_each_other() -> None:
+    driver = Driver(policy="priority", max_num_seqs=3, max_num_batched_tokens=64)
+    for handle in (1, 2, 3):
+        driver.add(make_request(handle, prompt=4, max_tokens=20, priority=5))
+    driver.step()
+    for handle in (4, 5):
+        driver.add(make_request(handle, prompt=4, max_tokens=2, priority=0))
+    assert driver.step() == [(1, 1), (4, 4), (5, 4)]
+
+
+def test_with_first_come_first_served_nobody_gives_way_to_a_newcomer() -> None:
+    driver = Driver(max_num_seqs=1)
+    first = driver.add(make_request(1, prompt=4, max_tokens=3, priority=5))
+    driver.step()
+    driver.add(make_request(2, prompt=4, max_tokens=1, priority=0))
+    driver.step()
+    driver.step()
+    assert first.status is RequestStatus.FINISHED
+    assert driver.scheduler.stats().num_preemptions == 0
+
+
+def test_an_urgent_request_takes_the_blocks_of_those_that_can_wait() -> None:
+    driver = Driver(num_blocks=10, policy="priority")
+    relaxed = driver.add(make_request(1, prompt=20, max_tokens=12, priority=5))  # 5 blocks, grows to 8
+    driver.step()
+    urgent = driver.add(make_request(2, prompt=24, max_tokens=2, priority=0))  # 6 blocks
+    assert driver.step() == [(2, 24)]
+    assert (relaxed.status, urgent.status) == (RequestStatus.PREEMPTED, RequestStatus.RUNNING)
+    driver.run()
+    assert (relaxed.num_output_tokens, urgent.num_output_tokens) == (12, 2)
+
+
+def test_no_more_give_way_than_an_urgent_request_needs() -> None:
+    driver = Driver(num_blocks=20, policy="priority", max_num_seqs=4)
+    relaxed = [driver.add(make_request(handle, prompt=8, max_tokens=9, priority=handle)) for handle in range(1, 5)]
+    driver.step()
+    driver.add(make_request(9, prompt=8, max_tokens=2, priority=0))
+    driver.step()
+    assert [r.status for r in relaxed] == [RequestStatus.RUNNING] * 3 + [RequestStatus.PREEMPTED]
+
+
+def test_an_urgent_prompt_goes_before_the_rest_of_a_long_one() -> None:
+    driver = Driver(policy="priority", max_num_batched_tokens=10)
+    driver.add(make_request(1, prompt=40, priority=5))
+    assert driver.step() == [(1, 10)]
+    driver.add(make_request(2, prompt=13, max_tokens=1, priority=0))
+    driver.add(make_request(3, prompt=2, max_tokens=1, priority=5))
+    assert [driver.step() for _ in range(5)] == [
+        [(2, 10)], [(2, 3), (1, 7)], [(1, 10)], [(1, 10)], [(1, 3), (3, 2)],
+    ]  # fmt: skip
 
 
 def test_a_hot_prefix_is_not_computed_again_and_not_counted_as_load() -> None:
@@ -254,6 +329,65 @@ def test_a_token_computed_for_a_request_that_was_aborted_meanwhile_is_void() -> 
     (update,) = driver.scheduler.update(batch, ModelRunnerOutput([111, 222]))
     assert (update.request, update.token_id) == (other, 222)
     driver.scheduler.check_invariants()
+
+
+def test_a_deferred_request_computes_its_last_position_again_and_holds_up_nobody() -> None:
+    driver = Driver()
+    driver.add(make_request(1, prompt=6, max_tokens=2))
+    driver.add(make_request(2, prompt=6, max_tokens=2))
+    driver.deferred = frozenset({1})
+    assert driver.step() == [(1, 6), (2, 6)]
+    assert [u.request.key[1] for u in driver.updates] == [1]
+    assert driver.step() == [(1, 1), (2, 1)]
+    assert driver.scheduler.load().num_prefill_tokens == 1
+    driver.deferred = frozenset()
+    assert driver.step() == [(2, 1)]
+    assert driver.updates[0].is_first
+    assert driver.scheduler.stats().num_prompt_tokens == 12
+    driver.run()
+    assert driver.scheduler.stats().num_generation_tokens == 4
+
+
+def test_a_request_whose_grammar_is_at_its_end_stops_whatever_else_is_asked() -> None:
+    driver = Driver()
+    driver.completed = {0}
+    driver.add(make_request(1, max_tokens=1))  # its last token, too: what is complete was not cut off
+    driver.step()
+    assert driver.updates[0].finished == Finished(FinishReason.STOP)
+    driver.add(make_request(2, min_tokens=5))
+    driver.step()
+    assert (driver.updates[0].token_id, driver.updates[0].finished) == (TOKEN, Finished(FinishReason.STOP))
+    driver.choose = lambda request: EOS
+    driver.add(make_request(3, ignore_eos=False))
+    driver.step()
+    assert driver.updates[0].finished == Finished(FinishReason.STOP, stop_token_id=EOS)
+
+
+def test_prompts_that_owe_log_probabilities_are_computed_whole_and_in_bounded_chunks() -> None:
+    driver = Driver(max_num_prompt_logprobs=10)
+    prompt = [5] * 24
+    driver.add(make_request(1, prompt=prompt, max_tokens=1))
+    driver.run()
+    owing = driver.add(make_request(2, prompt=prompt, max_tokens=3, prompt_logprobs=0))
+    second = driver.add(make_request(3, prompt=prompt, max_tokens=1, prompt_logprobs=0))
+    other = driver.add(make_request(4, prompt=prompt, max_tokens=1))
+    assert driver.step() == [(2, 10)]
+    assert driver.step() == [(2, 10)]
+    assert driver.step() == [(2, 4), (3, 6), (4, 4)]
+    assert (owing.num_cached_tokens, owing.needs_prompt_logprobs, second.needs_prompt_logprobs) == (0, False, True)
+    assert other.num_cached_tokens == 20
+    driver.run()
+
+
+def test_log_probabilities_that_were_given_are_not_owed_again_after_a_preemption() -> None:
+    driver = Driver(num_blocks=7)
+    driver.add(make_request(1, prompt=12, max_tokens=10))
+    owing = driver.add(make_request(2, prompt=12, max_tokens=10, prompt_logprobs=1))
+    while driver.scheduler.stats().num_preemptions == 0:
+        driver.step()
+    assert owing.status is RequestStatus.PREEMPTED
+    assert not owing.needs_prompt_logprobs
+    driver.run()
 
 
 def test_an_error_of_one_request_ends_that_request_alone() -> None:

@@ -29,6 +29,7 @@ class Arrival:
     priority: int
     lora_id: str | None
     abort_step: int | None
+    prompt_logprobs: int | None
 
 
 @dataclass
@@ -41,6 +42,8 @@ class Case:
     policy: str
     max_loras: int
     prefix_caching: bool
+    max_num_prompt_logprobs: int
+    deferred: list[tuple[int, int]]  # (step, index among those that sample): their token comes a step later
 
 
 @st.composite
@@ -61,6 +64,7 @@ def cases(draw: st.DrawFn) -> Case:
                 priority=draw(st.integers(0, 2)),
                 lora_id=draw(st.sampled_from([None, None, "a", "b", "c"])),
                 abort_step=None if abort_after is None else start + abort_after,
+                prompt_logprobs=draw(st.sampled_from([None, None, 0])),
             )
         )
     return Case(
@@ -72,6 +76,8 @@ def cases(draw: st.DrawFn) -> Case:
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         max_loras=draw(st.sampled_from([1, 2, 4])),
         prefix_caching=draw(st.booleans()),
+        max_num_prompt_logprobs=draw(st.sampled_from([1000, 7, 1])),
+        deferred=draw(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 3)), max_size=8)),
     )
 
 
@@ -93,6 +99,7 @@ class Tracker:
             max_num_batched_tokens=case.budget,
             policy=case.policy,  # type: ignore[arg-type]  # drawn from the two literals
             max_loras=case.max_loras,
+            max_num_prompt_logprobs=case.max_num_prompt_logprobs,
         )
         scheduler = Scheduler(config, kv_cache)
         # Each step computes at least one token; preemption computes some again. Far more than this would be starvation.
@@ -111,7 +118,10 @@ class Tracker:
     def _arrive_and_leave(self, scheduler: Scheduler, step: int) -> None:
         for handle, arrival in enumerate(self.case.arrivals):
             if arrival.step == step:
-                message = make_request(handle, arrival.prompt, max_tokens=arrival.max_tokens, priority=arrival.priority)
+                message = make_request(
+                    handle, arrival.prompt, max_tokens=arrival.max_tokens, priority=arrival.priority,
+                    prompt_logprobs=arrival.prompt_logprobs,
+                )  # fmt: skip
                 request = Request.from_engine_core_request(0, message, scheduler.max_model_len, lora_id=arrival.lora_id)
                 self.tokens[handle] = []
                 finished = scheduler.add_request(request, float(step))
@@ -122,10 +132,16 @@ class Tracker:
                 self._end(handle, FinishReason.ABORT)
 
     def _step(self, scheduler: Scheduler, step: int) -> None:
+        num_preemptions = scheduler.stats().num_preemptions
         batch = scheduler.schedule(float(step))
         self._check_batch(batch)
+        if scheduler.stats().num_preemptions == num_preemptions:
+            self._check_order(batch, scheduler)
         scheduler.check_invariants()
-        output = ModelRunnerOutput([len(s.request.token_ids) % 7 + 3 for s in batch.scheduled if s.samples])
+        output = ModelRunnerOutput(
+            [len(s.request.token_ids) % 7 + 3 for s in batch.scheduled if s.samples],
+            deferred=frozenset(index for at, index in self.case.deferred if at == step),
+        )
         for update in scheduler.update(batch, output):
             handle = update.request.key[1]
             assert handle not in self.ends, "a token after the end"
@@ -149,6 +165,24 @@ class Tracker:
             assert scheduled.samples == (end == request.num_tokens)
             if position < batch.num_decodes:
                 assert request.is_decoding
+
+    def _check_order(self, batch: SchedulerOutput, scheduler: Scheduler) -> None:
+        """Nobody runs in the place of a more urgent one who could begin in it, with its budget, its slot and its blocks."""
+        owing = [s.num_tokens for s in batch.scheduled if s.request.needs_prompt_logprobs]
+        assert sum(owing) <= self.case.max_num_prompt_logprobs
+        waiting, running = list(scheduler._waiting), list(scheduler._running)
+        if not waiting or batch.num_tokens == self.case.budget:
+            return
+        head, kv_cache = waiting[0], scheduler.kv_cache
+        if head.needs_prompt_logprobs and sum(owing) == self.case.max_num_prompt_logprobs:
+            return
+        worse = [request for request in running if request.queue_key[0] > head.queue_key[0]]
+        loras = {r.lora_id for r in running if r not in worse and r.lora_id is not None}
+        num_free = kv_cache.num_blocks_free + sum(kv_cache.num_blocks_held_alone(r) for r in worse)
+        has_slot = head.lora_id is None or len(loras | {head.lora_id}) <= self.case.max_loras
+        fits = kv_cache.num_blocks_to_admit(head) + len(running) - len(worse) <= num_free
+        assert not (worse and has_slot and fits), "a priority is inverted"
+        event(f"a more urgent one waits and nobody can help it: {bool(worse)}")
 
     def _end(self, handle: int, reason: FinishReason) -> None:
         assert handle not in self.ends, "two ends"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cores.sampling_params import SamplingParams
+from cores.sampling_params import SamplingParams, StructuredOutputKind, StructuredOutputs
 from cores.testing import make_tiny_tokenizer
 from gateway.engine_client import ModelConfig
 from gateway.errors import InvalidRequestError
@@ -94,14 +94,38 @@ async def test_prompts_that_are_refused(prompt: Any, message: str) -> None:
         ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias", f"got {VOCAB_SIZE}"),
         ({"allowed_token_ids": (1, VOCAB_SIZE)}, "allowed_token_ids", f"got {VOCAB_SIZE}"),
         ({"allowed_token_ids": ()}, "allowed_token_ids", "must not be empty"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs", "not supported"),
-        ({"bad_words": ("x",)}, "bad_words", "not supported"),
+        ({"bad_words": ("",)}, "bad_words", "each must have between 1 and 64 characters, got 0"),
     ],
 )
 async def test_parameters_that_are_refused(params: dict[str, Any], param: str, message: str) -> None:
     error = await refusal(**params)
     assert message in str(error)
     assert error.param == param
+
+
+async def test_bad_words_are_spelled_at_the_start_of_a_text_and_behind_a_space() -> None:
+    params = (await process(bad_words=("Paris", " way", "  "))).sampling_params
+    spellings = [TOKENIZER.encode(text, False) for text in ("Paris", " Paris", "way", " way", "  ", "   ")]
+    assert params.bad_words_token_ids == tuple(map(tuple, spellings))
+    assert len(params.bad_words_token_ids[1]) == 1, "a word of the vocabulary"
+    assert (await process(bad_words=("way", " way"))).sampling_params.bad_words_token_ids == tuple(map(tuple, spellings[2:4]))
+
+
+async def test_a_grammar_is_checked_once_everything_else_is_right() -> None:
+    checked = []
+
+    async def check(wanted: StructuredOutputs) -> None:
+        checked.append(wanted)
+
+    model = ModelConfig("tiny", "tiny", MAX_MODEL_LEN, VOCAB_SIZE, (2,), created=0)
+    processor = InputProcessor(model, Renderer(TOKENIZER, None), random.Random(0), check_grammar=check)
+    wanted = StructuredOutputs(StructuredOutputKind.REGEX, "a+")
+    with pytest.raises(InvalidRequestError):
+        await processor.process([5] * 20, SamplingParams(structured_outputs=wanted))
+    assert checked == []
+    await processor.process([5], SamplingParams(structured_outputs=wanted))
+    await processor.process([5], SamplingParams())
+    assert checked == [wanted]
 
 
 async def test_a_context_that_is_too_long_has_openais_code() -> None:

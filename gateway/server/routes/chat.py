@@ -43,6 +43,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),
+        prompt_logprobs=body.prompt_logprobs,
     )
     outputs = generate(engine, [prompt], params, routing, priority=body.priority or 0, cache_salt=body.cache_salt)
     return await respond(request, CHAT, answer, outputs, stream=bool(body.stream))

@@ -41,6 +41,8 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),
+        echo_logprobs=body.logprobs if body.echo else None,
+        prompt_logprobs=body.prompt_logprobs,
     )
     outputs = generate(engine, prompts, params, routing, priority=body.priority or 0, cache_salt=body.cache_salt)
     return await respond(request, COMPLETION, answer, outputs, stream=bool(body.stream))

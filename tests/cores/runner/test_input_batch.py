@@ -40,7 +40,7 @@ def test_decodes_and_chunks_lie_in_one_row() -> None:
     assert inputs.input_ids.tolist() == [[14, 20, 21, 22, 23, 24, 33, 34, 35]]
     assert inputs.position_ids.tolist() == [[4, 0, 1, 2, 3, 4, 3, 4, 5]]
     assert inputs.metadata.slots.tolist() == [12, 20, 21, 22, 23, 24, 35, 36, 37]
-    assert inputs.sampled_rows.tolist() == [0, 8]  # the chunk that does not reach its prompt's end samples nothing
+    assert inputs.logits_rows.tolist() == [0, 8]  # the chunk that does not reach its prompt's end samples nothing
     fresh, continued = inputs.metadata.prefills
     assert (fresh.start, fresh.length, fresh.block_table, fresh.mask) == (1, 5, None, None)
     assert (continued.start, continued.length) == (6, 3)

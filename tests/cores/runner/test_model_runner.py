@@ -87,7 +87,16 @@ SAMPLED: dict[str, Any] = {"temperature": 1.2, "top_k": 50, "top_p": 0.95, "seed
 PENALISED = SAMPLED | {"frequency_penalty": 0.5, "presence_penalty": 0.3, "repetition_penalty": 1.1, "min_tokens": 30}
 
 
-@pytest.mark.parametrize("params", [SAMPLED, PENALISED], ids=["sampled", "with penalties"])
+# Each of these looks at what was generated: before its min_tokens no stop token comes, and no word of two tokens is completed.
+FORBIDDEN = SAMPLED | {
+    "bad_words_token_ids": (*((i, j) for i in range(3, 483, 5) for j in range(3, 483, 7)), (11,)),
+    "stop_token_ids": tuple(range(100, 484)),
+    "min_tokens": 39,
+    "logit_bias": {50: 4.0, 51: -100.0},
+}
+
+
+@pytest.mark.parametrize("params", [SAMPLED, PENALISED, FORBIDDEN], ids=["sampled", "with penalties", "with bad words"])
 def test_a_seeded_request_repeats_itself_in_a_batch_and_when_continued_elsewhere(
     make_engine: Callable[..., Any], params: dict[str, Any]
 ) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cores.request import Request
-from cores.runner.sampler import Sampler, filtered_scores, shape_logits, token_logprobs
+from cores.runner.sampler import Sampler, TokenMasks, filtered_scores, shape_logits, token_logprobs
 from cores.sampling_params import SamplingParams
 from cores.testing import make_request
 
@@ -59,6 +59,9 @@ def reference_shape(logits: np.ndarray, r: Request) -> np.ndarray:
     if p.allowed_token_ids is not None:
         x = np.array([value if token in p.allowed_token_ids else -np.inf for token, value in enumerate(x)])
     output = r.token_ids[r.num_original_prompt_tokens :]
+    for *before, last in p.bad_words_token_ids:
+        if output[len(output) - len(before) :] == before and len(before) <= len(output):
+            x[last] = -np.inf
     if len(output) < p.min_tokens:
         for token in (*p.stop_token_ids, *(() if p.ignore_eos else EOS)):
             x[token] = -np.inf
@@ -108,6 +111,7 @@ shapes = st.fixed_dictionaries(
         "min_tokens": st.sampled_from([0, 3, 8]),
         "stop_token_ids": st.sampled_from([(), (40, 41)]),
         "ignore_eos": st.booleans(),
+        "bad_words_token_ids": st.sampled_from([(), ((9,), (40, 41)), ((5, 6, 7), (6, 5), (1, 2, 3, 4, 5, 6, 7, 8))]),
     }
 )
 
@@ -120,6 +124,24 @@ def test_shaping_agrees_with_the_reference(params: dict[str, Any], output: list[
     expected = reference_shape(row.numpy(), r)
     shape_logits(row, r)
     np.testing.assert_allclose(row.numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("output", "banned"),
+    [
+        ([], [9]),
+        ([40], [9, 41]),
+        ([41, 40], [9, 41]),
+        ([40, 40], [9, 41]),
+        ([5, 6], [9, 7]),
+        ([6], [9]),  # the prompt ends in 5, but only the output counts
+        ([40, 5], [9]),
+    ],
+)
+def test_the_last_token_of_a_bad_word_is_banned_behind_the_others(output: list[int], banned: list[int]) -> None:
+    row = torch.zeros(VOCAB)
+    shape_logits(row, request([3, 5], output, bad_words_token_ids=((9,), (40, 41), (5, 6, 7))))
+    assert sorted(torch.nonzero(row.isinf())[:, 0].tolist()) == sorted(banned)
 
 
 def test_penalties_of_a_continued_request_count_what_was_generated_before_it_moved() -> None:
@@ -261,6 +283,41 @@ def test_logprobs_are_the_models_own_before_any_shaping() -> None:
     entry = output.logprobs[1]
     assert (entry.rank, entry.top_token_ids) == (2, (3, 2))
     assert [math.exp(x) for x in (entry.logprob, *entry.top_logprobs)] == pytest.approx([0.3, 0.4, 0.3])
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(st.integers(0, 1000), st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5), st.integers(0, 20))
+def test_log_probabilities_and_ranks_agree_with_the_reference(seed: int, chosen: list[int], num_top: int) -> None:
+    logits = random_logits(seed, len(chosen))
+    logits[:, 7] = logits[:, 11]  # equals share a rank
+    for row, token, entry in zip(
+        logits, chosen, token_logprobs(logits, torch.tensor(chosen), [num_top] * len(chosen)), strict=True
+    ):
+        x = row.numpy().astype(np.float64)
+        expected = x - np.log(np.exp(x - x.max()).sum()) - x.max()
+        order = np.argsort(-expected, kind="stable")
+        assert entry.rank == 1 + np.count_nonzero(x > x[token])
+        assert entry.logprob == pytest.approx(expected[token], abs=1e-5)
+        assert entry.top_logprobs == pytest.approx(expected[order[:num_top]], abs=1e-5)
+        assert len(set(entry.top_token_ids)) == num_top
+
+
+def test_a_mask_comes_before_everything_else() -> None:
+    logits = random_logits(12, rows=4)
+    logits[3, 40] = float("nan")
+    free, bits = logits[2].argmax().item(), torch.zeros(3, 40, dtype=torch.uint8)
+    bits[0, 1], bits[1, 5], bits[2, 2] = 0b0000_0100, 0b1000_0001, 0b1  # tokens 10; 40 and 47; 16
+    requests = [
+        request(temperature=0.0, logit_bias={50: 100.0}, logprobs=1),
+        request(temperature=1.0, allowed_token_ids=(40, 5), seed=3),
+        request(temperature=0.0),
+        request(temperature=0.0),
+    ]
+    output = Sampler(VOCAB, CPU).sample(logits, requests, TokenMasks([0, 1, 3], bits))
+    assert output.token_ids[:3] == [10, 40, free]
+    assert output.logprobs[0].rank > 1, "log-probabilities know no mask"
+    assert list(output.errors) == [3]
+    assert "not finite" in output.errors[3], "a mask hides no broken logits"
 
 
 def test_each_row_gets_as_many_alternatives_as_it_asked_for() -> None:

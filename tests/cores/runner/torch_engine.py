@@ -8,7 +8,7 @@ from typing import Any
 
 from cores.config import EngineConfig
 from cores.engine_core import EngineCore
-from cores.messages import EngineCoreRequest, RankId
+from cores.messages import EngineCoreRequest, Finished, RankId
 from cores.runner.interface import ModelInfo
 from cores.runner.model_runner import TorchModelRunner
 
@@ -16,9 +16,10 @@ from cores.runner.model_runner import TorchModelRunner
 class Engine:
     def __init__(self, model: Path, **settings: Any) -> None:
         config = EngineConfig(**{"model": str(model), "device": "cpu", "dtype": "float32", "num_kv_blocks": 256} | settings)
-        self.runner = runner = TorchModelRunner(config, num_threads=1)
-        self.info: ModelInfo = runner.load()
-        self.core = EngineCore(RankId(0, 1), config, self.info, runner, clock=lambda: 0.0)
+        self.runner = TorchModelRunner(config, num_threads=1)
+        self.info: ModelInfo = self.runner.load()
+        self.core = EngineCore(RankId(0, 1), config, self.info, self.runner, clock=lambda: 0.0)
+        self.ends: dict[int, Finished] = {}  # by handle
 
     def run(self, requests: Sequence[EngineCoreRequest]) -> dict[int, list[int]]:
         """All of them at once, to their end. Token ids by handle; an error of any request is raised."""
@@ -31,6 +32,7 @@ class Engine:
                 assert not errors, errors
                 for handle, token_id in zip(outputs.handles, outputs.token_ids, strict=True):
                     tokens[handle].append(token_id)
+                self.ends |= {outputs.handles[row]: finished for row, finished in outputs.finished.items()}
             self.core.check_invariants()
         return tokens
 

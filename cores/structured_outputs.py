@@ -1,0 +1,93 @@
+"""From what the output of a request must look like to a compiled grammar, through llguidance. Knows no requests and no logits.
+
+Compiling runs native code on what strangers send, and its own limits do not cover everything: a JSON schema of 2 kB
+(`allOf` of fifty patterns) never finishes, a Lark grammar of 35 kB overflows the stack and ends the process, an integer with
+`multipleOf` 999983 takes 10 s and 350 MB. So a front end compiles each grammar once in a process that may die of it
+(`gateway.grammar_checker`); what has passed there comes to the engines, which give it more stack and more time.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import llguidance
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import Tokenizer
+
+from cores.sampling_params import StructuredOutputKind, StructuredOutputs
+from cores.schema_unions import without_disjoint_one_of
+
+# Between the tokens of JSON. Without an end a model that falls into a loop of newlines stays within the grammar for ever.
+JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+MAX_REASON_CHARS = 600
+
+# A lexer's state takes 1 to 2 kB: without this limit a hostile regex may hold 500 MB of them. `verbose_errors` would quote the
+# grammar and the output so far into every message.
+_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be used, or a tokenizer for which there are none. The message is the reason, without the field."""
+
+
+def load_grammar_tokenizer(model_dir: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
+    """What every grammar of this model is compiled with. Takes 0.3 s and 60 MB for 49,000 tokens."""
+    try:
+        tokenizer = Tokenizer.from_file(str(Path(model_dir) / "tokenizer.json"))
+        tokenizer.no_padding()  # some tokenizer.json files carry the settings of a training run
+        tokenizer.no_truncation()
+        return LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
+    except Exception as error:  # both libraries raise plain Exception for whatever is wrong in the file
+        raise GrammarError(f"the model's tokenizer cannot be used with grammars: {error}") from error
+
+
+def compile_grammar(tokenizer: LLTokenizer, wanted: StructuredOutputs) -> LLMatcher:
+    """A matcher before its first token, its first mask computed. Releases the GIL. Raises `GrammarError` with the reason."""
+    matcher = LLMatcher(tokenizer, _to_llguidance(wanted), log_level=0, limits=_LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # the dearest one: the lexer has nothing cached yet
+    check_matcher(matcher)
+    return matcher
+
+
+def check_matcher(matcher: LLMatcher) -> None:
+    """Raises `GrammarError` if something has gone wrong in it; it never recovers from that."""
+    if matcher.is_error():
+        raise GrammarError(_shortened(matcher.get_error()))
+
+
+def _to_llguidance(wanted: StructuredOutputs) -> str:
+    try:
+        match wanted.kind:
+            case StructuredOutputKind.JSON:
+                spec = _with_any_of(wanted.spec) if "oneOf" in wanted.spec else wanted.spec
+                return LLMatcher.grammar_from_json_schema(spec, defaults={"whitespace_pattern": JSON_WHITESPACE})
+            case StructuredOutputKind.REGEX:
+                return LLMatcher.grammar_from_regex(wanted.spec)
+            case StructuredOutputKind.CHOICE:
+                return LLMatcher.grammar_from_lark("start: " + " | ".join(_read_choices(wanted.spec)))
+            case StructuredOutputKind.GRAMMAR:
+                return llguidance.grammar_from("grammar", wanted.spec)
+    except RecursionError:
+        raise GrammarError("it is nested too deeply") from None
+    except ValueError as error:
+        raise GrammarError(_shortened(str(error))) from error
+
+
+def _with_any_of(spec: str) -> str:
+    schema = json.loads(spec)
+    return json.dumps(without_disjoint_one_of(schema)) if isinstance(schema, dict) else spec
+
+
+def _read_choices(spec: str) -> list[str]:
+    """Each as a literal of Lark, which reads JSON's strings."""
+    choices = json.loads(spec)
+    if not (isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices)):
+        raise ValueError("a choice needs a list of at least one text")
+    return [json.dumps(choice, ensure_ascii=False) for choice in choices]
+
+
+def _shortened(reason: str) -> str:
+    reason = reason.strip()
+    return reason if len(reason) <= MAX_REASON_CHARS else reason[: MAX_REASON_CHARS - 1] + "…"
