@@ -97,7 +97,7 @@ class BalancerConfig:
 class FaultConfig:
     failover: bool = opt(True, "requests of a dead rank go on at another one, or wait for its restart")
     engine_restarts: int = opt(3, "restarts of a dead rank within ten minutes before it is given up", min=0)
-    stall_timeout: float = opt(60.0, "a rank with work and no step for this long is stalled", unit="s", min=0.1)
+    stall_timeout: float = opt(60.0, "a rank with work and no step for this long is killed and replaced", unit="s", min=0.1)
     engine_ready_timeout: float = opt(
         600.0, "bound on the start of a rank; also GATEWAY_ENGINE_READY_TIMEOUT_S", unit="s", min=1
     )

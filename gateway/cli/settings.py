@@ -56,9 +56,8 @@ class Setting:
         """Explanation, unit and default, as `--help` shows them."""
         text = str(self.metadata.get("help", "")).replace("%", "%%")
         unit = f", in {self.metadata['unit']}" if "unit" in self.metadata else ""
-        shown = self.default not in (None, (), "") and not isinstance(self.default, SimulatedConfig)
-        default = ("on" if self.default else "off") if isinstance(self.default, bool) else self.default
-        return f"{text}{unit}" + (f" (default: {default})" if shown else "")
+        shown = self.default not in (None, (), "")
+        return f"{text}{unit}" + (f" (default: {_shown(self.default)})" if shown else "")
 
     def from_text(self, text: str) -> Any:
         """The value that a flag or an environment variable means. Raises `ConfigError`."""
@@ -79,6 +78,15 @@ class Setting:
             items = value if isinstance(value, list) else [value]
             return tuple(_checked(item, str) for item in items)
         return _checked(value, str if get_origin(self.hint) is Literal else self.hint)
+
+
+def _shown(default: Any) -> str:
+    """As it would be typed."""
+    if isinstance(default, SimulatedConfig):
+        return " ".join(f"{key}={value:g}" for key, value in to_plain(default).items() if key != "fault")
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return str(default)
 
 
 _KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}

@@ -456,7 +456,11 @@ class AsyncMPClient(EngineCoreClient):
 
     @property
     def eligible(self) -> list[m.RankId]:
-        return [rank.life.rank_id for rank in self._ranks.values() if rank.life.health.is_eligible]
+        """The ready ranks. Where there is none, those that are only silent: most likely they are slow, and if not, failover
+        takes back what they get."""
+        lives = [rank.life for rank in self._ranks.values()]
+        ready = [life.rank_id for life in lives if life.health.is_eligible]
+        return ready or [life.rank_id for life in lives if life.health.state is RankState.SUSPECT]
 
     @property
     def serving(self) -> list[m.RankId]:

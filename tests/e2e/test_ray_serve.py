@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -91,9 +91,11 @@ def test_signal_while_the_supervisor_starts_ray_ends_it_at_once_and_in_order(mar
     assert marked.leftovers() == []
 
 
-def test_endpoints_under_one_supervisor_share_one_ray(marked: MarkedRun, ray_serve: list[str]) -> None:
-    port = 29500 + os.getpid() % 500
-    serve = marked.start(*ray_serve, "--data-parallel-multi-port-external-lb", "--data-parallel-rpc-port", str(port))
+def test_endpoints_under_one_supervisor_share_one_ray(
+    marked: MarkedRun, ray_serve: list[str], port_range: Callable[[int], int]
+) -> None:
+    rpc_port = str(port_range(1))
+    serve = marked.start(*ray_serve, "--data-parallel-multi-port-external-lb", "--data-parallel-rpc-port", rpc_port)
     by_rank = {requests.get(f"{url}/status", timeout=10).json()["ranks"][0]["rank"]: url for url in marked.urls(2)}
     assert [num_completion_tokens(by_rank[rank], rank) for rank in (0, 1)] == [3, 3]
     assert [process.name() for process in marked.see()].count("gcs_server") == 1

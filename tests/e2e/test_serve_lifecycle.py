@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -169,10 +169,12 @@ def test_dying_rank_that_has_no_successor_ends_the_server_with_its_cause_as_last
     assert marked.leftovers() == []
 
 
-def test_coordinator_is_restarted_and_serving_does_not_depend_on_it(marked: MarkedRun, simulated: list[str]) -> None:
+def test_coordinator_is_restarted_and_serving_does_not_depend_on_it(
+    marked: MarkedRun, simulated: list[str], port_range: Callable[[int], int]
+) -> None:
     serve = marked.start(
         *simulated, "-dp", "2", "--data-parallel-external-lb", "--data-parallel-rank", "0", "--port", "0",
-        "--data-parallel-rpc-port", str(29000 + os.getpid() % 500),
+        "--data-parallel-rpc-port", str(port_range(1)),
     )  # fmt: skip
     url = marked.url
     coordinators = [p for p in marked.processes() if "balancer.coordinator" in p.cmdline()]
@@ -188,10 +190,12 @@ def test_coordinator_is_restarted_and_serving_does_not_depend_on_it(marked: Mark
     assert marked.leftovers() == []
 
 
-def test_supervisor_passes_on_ready_lines_reports_a_dead_endpoint_and_ends_all(marked: MarkedRun, simulated: list[str]) -> None:
+def test_supervisor_passes_on_ready_lines_reports_a_dead_endpoint_and_ends_all(
+    marked: MarkedRun, simulated: list[str], port_range: Callable[[int], int]
+) -> None:
     serve = marked.start(
         *simulated, "-dp", "2", "--data-parallel-multi-port-external-lb", "--port", "0",
-        "--data-parallel-rpc-port", str(29500 + os.getpid() % 500),
+        "--data-parallel-rpc-port", str(port_range(1)),
     )  # fmt: skip
     by_rank = {ranks(url)[0]["rank"]: url for url in marked.urls(2)}
     endpoints = [p for p in psutil.Process(serve.pid).children() if "gateway.launch" in p.cmdline()]
@@ -203,10 +207,12 @@ def test_supervisor_passes_on_ready_lines_reports_a_dead_endpoint_and_ends_all(m
     poll_until(lambda: not marked.processes(), "no process is left")
 
 
-def test_kill_9_of_the_supervisor_leaves_no_process(marked: MarkedRun, simulated: list[str]) -> None:
+def test_kill_9_of_the_supervisor_leaves_no_process(
+    marked: MarkedRun, simulated: list[str], port_range: Callable[[int], int]
+) -> None:
     serve = marked.start(
         *simulated, "-dp", "2", "--data-parallel-multi-port-external-lb", "--port", "0",
-        "--data-parallel-rpc-port", str(29500 + os.getpid() % 500),
+        "--data-parallel-rpc-port", str(port_range(1)),
     )  # fmt: skip
     marked.urls(2)
     serve.kill()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.marked_run import END_TIMEOUT_S, MarkedRun, marked_run
+from tests.e2e.marked_run import MarkedRun, marked_run
 
 
 class FailingServe:
@@ -92,14 +91,12 @@ def test_rank_that_is_killed_while_loading_ends_the_start(failing: FailingServe,
 
 
 def test_rank_that_loads_for_ever_ends_the_start_when_its_time_is_over(failing: FailingServe, tiny_model: str) -> None:
-    before = time.monotonic()
     code, lines = failing.run(
         tiny_model, "--engine", "simulated", "--data-parallel-backend", "mp", "-dp", "2", "--port", "0",
         "--simulated", "fault=stall_at_step=0@rank=0", "--engine-ready-timeout", "2",
     )  # fmt: skip
     assert code == 1
     assert lines[-1].endswith("rank 0 did not start: rank 0 (epoch 1) was not ready within 2 s")
-    assert time.monotonic() - before < END_TIMEOUT_S
 
 
 def test_endpoint_that_fails_ends_the_start_of_all(failing: FailingServe, tiny_model: str) -> None:

@@ -51,6 +51,7 @@ def test_every_setting_has_help_with_its_default_and_unit() -> None:
     assert settings["port"].help.endswith("(default: 8000)")
     assert ", in s (default: 60.0)" in settings["stall-timeout"].help
     assert settings["enable-prefix-caching"].help.endswith("(default: on)")
+    assert settings["simulated"].help.endswith("(default: step_ms=5 prefill_us=20 seq_us=20 ctx_ns=0)")
 
 
 def test_flags_of_each_kind() -> None:

@@ -77,6 +77,12 @@ async def test_a_silent_rank_leaves_rotation_and_comes_back_with_its_next_word(g
     assert group.add_request(pinned_rank=1)[1] == ONE
 
 
+async def test_where_all_ranks_are_silent_requests_still_go_to_them_as_health_says(group: FakeGroup) -> None:
+    group.clock.sleep(3.5)
+    await group.until(lambda: (group.state(0), group.state(1)) == ("suspect", "suspect"))
+    assert {group.add_request()[1] for _ in range(4)} == {ZERO, ONE}
+
+
 async def test_tokens_that_came_before_the_launchers_verdict_are_delivered_before_the_death(group: FakeGroup) -> None:
     handle, _ = group.add_request(pinned_rank=0)
     for step in range(5):
