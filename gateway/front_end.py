@@ -103,8 +103,11 @@ class FrontEnd:
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: the collector need not walk it again
         watchdog = asyncio.create_task(self._watch(llm), name="watchdog")
-        await first_of(watchdog, self.shutdown_ordered)
+        await first_of(watchdog, shared, self.shutdown_ordered)
         watchdog.cancel()
+        if shared.done():
+            # Nothing ends it but an error of ours. Without it the others would count what is long gone: better a new life.
+            shared.result()
         is_ordered = self.shutdown_ordered.done()
         if not is_ordered:
             self._tell_launcher(str(llm.dead_error))

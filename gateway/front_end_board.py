@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ import msgspec
 
 from gateway.metrics import PlainHistograms
 from gateway.status import LoraStatus, RankStatus, StatusSnapshot, Totals
+
+logger = logging.getLogger(__name__)
 
 PUBLISH_INTERVAL_S = 0.25
 
@@ -42,6 +45,7 @@ class FrontEndBoard:
         self._directory = directory
         self._index = index
         self._count = count
+        self._can_write = True
 
     def open(self) -> None:
         """What our predecessors counted becomes the past."""
@@ -51,8 +55,17 @@ class FrontEndBoard:
             self._write(self._past(self._index), last if past is None else _sum_of_lives(past, last))
             self._current(self._index).unlink()
 
-    def publish(self, report: Report) -> None:
-        self._write(self._current(self._index), report)
+    def publish(self, report: Report) -> bool:
+        """False when it cannot be written, to a full disk say: the others see how old our last word is, and serving goes on."""
+        try:
+            self._write(self._current(self._index), report)
+        except OSError as error:
+            if self._can_write:  # said once, not four times a second
+                logger.error("the other front ends do not hear of this one: %s", error)
+            self._can_write = False
+        else:
+            self._can_write = True
+        return self._can_write
 
     def others(self) -> list[Report]:
         """The last word of each other front end."""

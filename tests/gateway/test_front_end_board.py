@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import pytest
+
 from gateway.front_end_board import FrontEndBoard, Report, whole_endpoint
 from gateway.metrics import RequestMetrics
 from gateway.output_processor import TokenTimes
@@ -65,6 +67,18 @@ def test_counters_go_on_where_the_predecessors_stopped(tmp_path: Path) -> None:
         assert len(whole.front_ends) == 1
         assert num_first_tokens(metrics.plus(r.histograms for r in board.past())) == life + 1
         board.publish(Report(1.0, snapshot, metrics.to_plain()))
+
+
+def test_a_disk_that_takes_nothing_costs_the_others_our_numbers_and_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    board = FrontEndBoard(tmp_path / "gone", 0, 2)
+    report = Report(1.0, make_snapshot(0, 1))
+    assert not board.publish(report)
+    assert not board.publish(report)
+    assert len(caplog.records) == 1
+    (tmp_path / "gone").mkdir()
+    assert board.publish(report)
 
 
 def test_a_broken_file_is_nobody(tmp_path: Path) -> None:
