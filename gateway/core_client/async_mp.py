@@ -274,7 +274,9 @@ class AsyncMPClient(EngineCoreClient):
     async def _prepare(self, life: RankLife, ready: m.EngineReady, prepare: Callable[[m.RankId], Awaitable[None]]) -> None:
         try:
             await prepare(life.rank_id)
-        except GatewayError as error:
+        except Exception as error:  # whatever it is: nobody else would ever see that this rank takes no requests
+            level = logging.DEBUG if isinstance(error, GatewayError) else logging.ERROR
+            logger.log(level, "%s cannot be prepared", life.rank_id, exc_info=error)
             self._declare_dead(life.rank_id, f"it could not be prepared: {error}")
         else:
             if life.health.state != RankState.DEAD:

@@ -22,7 +22,7 @@ from cores.messages import (
     SchedulerStats,
 )
 from gateway.core_client.base import EngineDied, EngineFailed
-from gateway.errors import EngineDeadError, OverloadedError
+from gateway.errors import EngineDeadError, EngineGenerateError, OverloadedError
 from tests.gateway.core_client.fake_group import FakeGroup
 
 ZERO, ONE = RankId(0, 1), RankId(1, 1)
@@ -129,6 +129,21 @@ async def test_a_restarted_rank_takes_requests_and_frames_of_its_old_life_are_dr
     assert isinstance(await group.engines[0].command(), AddRequest)
     assert [e.kind for e in group.client.events.events(0.0) if e.rank == 0] == ["ready", "death", "restart", "ready"]
     old.hang_up()
+
+
+@pytest.mark.parametrize("error", [EngineGenerateError("no adapter"), OSError("no space left on the disk")])
+async def test_a_restarted_rank_that_cannot_be_prepared_is_dead_and_its_launcher_is_told(
+    group: FakeGroup, error: Exception
+) -> None:
+    async def prepare(rank_id: RankId) -> None:
+        raise error
+
+    group.client.before_serving = prepare
+    group.tell_state(RankRecord(0, 1, "dead", "killed", 1, None, True), RankRecord(1, 1, "ready"))
+    await group.until(lambda: group.state(0) == "dead")
+    await group.begin_life(RankId(0, 2))
+    await group.until(lambda: RankDied(RankId(0, 2), f"it could not be prepared: {error}") in group.said)
+    assert group.state(0) == "dead"
 
 
 async def test_a_request_for_a_rank_that_has_hung_up_is_not_on_the_books(group: FakeGroup) -> None:
