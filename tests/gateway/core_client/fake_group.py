@@ -73,7 +73,8 @@ class FakeGroup:
     def __init__(self, directory: Path, num_ranks: int = 2) -> None:
         self.clock = ManualClock(1000.0)
         self.said: list[Message] = []  # to the launcher
-        self.engines: dict[int, FakeEngine] = {}
+        self.engines: dict[int, FakeEngine] = {}  # the present lives, by rank
+        self._lives: list[FakeEngine] = []
         self._num_ranks = num_ranks
         self._control = ControlSocket(f"ipc://{directory / 'control'}", lambda _, message: self.said.append(message))
         self._control.start()
@@ -95,6 +96,7 @@ class FakeGroup:
     async def begin_life(self, rank_id: RankId) -> FakeEngine:
         hello = next(message for message in self.said if isinstance(message, FrontEndHello))
         engine = self.engines[rank_id.rank] = FakeEngine(self._context, hello, rank_id)
+        self._lives.append(engine)
         await engine.say_ready()
         return engine
 
@@ -133,7 +135,7 @@ class FakeGroup:
 
     async def close(self) -> None:
         await self.client.shutdown()
-        for engine in self.engines.values():
+        for engine in self._lives:
             engine.hang_up()
         self._control.close()
         self._context.destroy(linger=0)

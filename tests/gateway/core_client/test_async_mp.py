@@ -128,7 +128,6 @@ async def test_a_restarted_rank_takes_requests_and_frames_of_its_old_life_are_dr
     assert group.add_request(pinned_rank=0)[1] == RankId(0, 2)
     assert isinstance(await group.engines[0].command(), AddRequest)
     assert [e.kind for e in group.client.events.events(0.0) if e.rank == 0] == ["ready", "death", "restart", "ready"]
-    old.hang_up()
 
 
 @pytest.mark.parametrize("error", [EngineGenerateError("no adapter"), OSError("no space left on the disk")])
