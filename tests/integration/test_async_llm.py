@@ -226,6 +226,22 @@ async def test_pieces_of_a_prompt_go_on_one_sequence_on_one_rank(start: Start) -
     assert ids[:6] == whole[len(llm.renderer.tokenizer.encode("one two", True)) :][:6]
 
 
+async def test_a_session_goes_on_at_another_rank_when_its_own_dies_between_two_pieces(start: Start) -> None:
+    llm = await start(2)
+    ranks: list[int | None] = []
+
+    async def prompt() -> AsyncIterator[str]:
+        yield "one two"
+        (first,) = {rank for rank in ranks if rank is not None}
+        os.kill(llm.status().ranks[first].pid or 0, signal.SIGKILL)
+        await until(lambda: llm.status().ranks[first].state == "dead", "its rank is dead")
+        yield " three"
+
+    async for output in llm.generate(prompt(), params(6, output_kind=DELTA), "session"):
+        ranks.append(output.rank)
+    assert set(ranks) == {0, 1}
+
+
 async def test_leaving_a_session_aborts_its_piece_and_a_session_without_pieces_is_refused(start: Start) -> None:
     llm = await start(1, step_ms=5)
 
