@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,22 @@ def run(*command: str) -> str:
 
 def test_import_contracts_are_kept() -> None:
     run(sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()")
+
+
+LEAF = {"cores", "cores.block_hash", "cores.codec", "cores.config", "cores.log", "cores.messages", "cores.sampling_params"}
+
+
+def test_balancer_imports_nothing_of_cores_but_the_leaf() -> None:
+    """By what is allowed, where the contract lists what is not: a new module is forbidden at once."""
+    imported = {
+        name
+        for file in (ROOT / "balancer").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names if node.module == "cores"))
+        if name.split(".")[0] in ("cores", "gateway")
+    }
+    assert imported <= LEAF
 
 
 def test_front_end_loads_neither_torch_nor_ray_nor_transformers() -> None:
