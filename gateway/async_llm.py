@@ -197,7 +197,7 @@ class AsyncLLM(EngineClient):
         if isinstance(prompt, AsyncIterator):
 
             def answer(token_ids: list[int], rank: int | None) -> AsyncGenerator[RequestOutput, None]:
-                if rank not in (rank_id.rank for rank_id in self.core_client.eligible):
+                if rank not in [rank_id.rank for rank_id in self.core_client.eligible]:
                     rank = None  # its rank has died since: going on matters more than its cache
                 return self.generate(
                     token_ids, sampling_params, request_id, lora_request=lora_request, trace_headers=trace_headers,
