@@ -519,6 +519,3 @@ class AsyncMPClient(EngineCoreClient):
     def group_status(self, now: float) -> tuple[dict[str, Any], ...]:
         """What is known of the group's other endpoints. Only an external load balancer has any."""
         return ()
-
-    def rank_stats(self) -> dict[int, m.SchedulerStats]:
-        return {number: rank.stats for number, rank in self._ranks.items()}

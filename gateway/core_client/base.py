@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from balancer.load import RoutingRequest
-from cores.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, RankId, SchedulerStats, UtilityResult
+from cores.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, RankId, UtilityResult
 from gateway.status import RankStatus
 
 
@@ -132,10 +132,6 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     def rank_statuses(self, now: float) -> list[RankStatus]: ...
-
-    @abstractmethod
-    def rank_stats(self) -> dict[int, SchedulerStats]:
-        """Counters by rank, monotone over restarts."""
 
     @abstractmethod
     async def shutdown(self) -> None: ...
