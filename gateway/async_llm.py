@@ -298,8 +298,10 @@ class AsyncLLM(EngineClient):
     def _send_or_wait(self, sent: SentRequest) -> None:
         try:
             rank_id = self.core_client.add_request(sent)
-        except OverloadedError:
-            if not (self.config.fault.failover and self.core_client.awaits_restart):
+        except (OverloadedError, EngineDeadError) as error:
+            # A rank that cannot be reached has died a moment ago: what follows its death will send the request elsewhere.
+            will_be_sent = isinstance(error, EngineDeadError) or self.core_client.awaits_restart
+            if not (self.config.fault.failover and will_be_sent) or self.core_client.failure is not None:
                 raise
             self.failover.wait(sent)
         else:
@@ -393,6 +395,7 @@ class AsyncLLM(EngineClient):
             text = f"{died.rank_id} died: {died.cause}" + (f"; {reason}" if reason else "")
             siblings = self.output_processor.fail([handle], EngineDeadError(text, died.rank_id.rank, died.cause))
             self._leave_ranks(siblings)  # of n > 1, on ranks that live on
+        self.failover.resume()  # what could not reach that rank any more
 
     def _on_handler_done(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():

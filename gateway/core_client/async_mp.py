@@ -413,15 +413,16 @@ class AsyncMPClient(EngineCoreClient):
         return RankLife(rank_id, health, last_seq=self.place.life << 32)
 
     async def _tick(self) -> None:
-        looked_s = self._clock()
+        looked_s, was_late = self._clock(), False
         while True:
             await asyncio.sleep(TICK_INTERVAL_S)
             self._link.poke()
             self._outputs.poke()
             self._commands.poke()
             now = self._clock()
-            # A pause of our own proves nothing about ranks: what they said meanwhile is still to be read.
-            if now - looked_s < MAX_TICK_S:
+            # A pause of our own proves nothing about ranks: what they said meanwhile is still to be read, once.
+            was_late = now - looked_s >= MAX_TICK_S and not was_late
+            if not was_late:
                 for rank in self._ranks.values():
                     self._check_silence(rank.life, now)
             looked_s = now
