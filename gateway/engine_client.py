@@ -37,6 +37,13 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     created: int  # Unix time, for /v1/models
     features: tuple[str, ...] = OPTIONAL_FEATURES  # what all ranks have of them
+    num_kv_tokens: int | None = None  # what the smallest KV cache holds; `max_model_len` is not above it
+
+    @property
+    def context_length(self) -> str:
+        """In words, for those who ask for more."""
+        why = " (all that the KV cache holds)" if self.max_model_len == self.num_kv_tokens else ""
+        return f"{self.max_model_len} tokens{why}"
 
     @classmethod
     def of(cls, config: GatewayConfig, ranks: Sequence[EngineReady]) -> ModelConfig:
@@ -49,6 +56,7 @@ class ModelConfig:
             vocab_size=min(ready.vocab_size for ready in ranks),
             eos_token_ids=ranks[0].eos_token_ids,
             created=int(time.time()),
+            num_kv_tokens=min(ready.num_kv_blocks * ready.block_size for ready in ranks),
             features=tuple(f for f in OPTIONAL_FEATURES if all(f in ready.features for ready in ranks)),
         )
 

@@ -69,7 +69,7 @@ class InputProcessor:
         if max_chars is not None and len(text) > max_chars:
             raise InvalidRequestError(
                 f"the prompt has {len(text)} characters, of which at most {max_chars} can fit into the model's context length"
-                f" of {self._model.max_model_len} tokens",
+                f" of {self._model.context_length}",
                 "prompt",
                 code=CONTEXT_LENGTH_EXCEEDED,
             )
@@ -79,7 +79,7 @@ class InputProcessor:
             raise InvalidRequestError("the prompt must not be empty", "prompt")
         if num_tokens >= self._model.max_model_len:
             raise InvalidRequestError(
-                f"the prompt has {num_tokens} tokens, but the model's context length is {self._model.max_model_len} tokens,"
+                f"the prompt has {num_tokens} tokens, but the model's context length is {self._model.context_length},"
                 " at least one of which is for the output",
                 "prompt",
                 code=CONTEXT_LENGTH_EXCEEDED,
@@ -110,12 +110,11 @@ class InputProcessor:
             self._check_token_ids("allowed_token_ids", params.allowed_token_ids)
 
     def _complete(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        limit = self._model.max_model_len
-        room = limit - num_prompt_tokens
+        room = self._model.max_model_len - num_prompt_tokens
         if params.max_tokens is not None and params.max_tokens > room:
             raise InvalidRequestError(
-                f"the model's context length is {limit} tokens, but {num_prompt_tokens + params.max_tokens} were asked for:"
-                f" {num_prompt_tokens} in the prompt and {params.max_tokens} in the output (max_tokens)",
+                f"the model's context length is {self._model.context_length}, but {num_prompt_tokens + params.max_tokens} were"
+                f" asked for: {num_prompt_tokens} in the prompt and {params.max_tokens} in the output (max_tokens)",
                 "max_tokens",
                 code=CONTEXT_LENGTH_EXCEEDED,
             )

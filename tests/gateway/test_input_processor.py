@@ -103,6 +103,16 @@ async def test_parameters_that_are_refused(params: dict[str, Any], param: str, m
     assert error.param == param
 
 
+async def test_a_context_that_the_kv_cache_bounds_says_so() -> None:
+    model = ModelConfig("tiny", "tiny", MAX_MODEL_LEN, VOCAB_SIZE, (2,), created=0, num_kv_tokens=MAX_MODEL_LEN)
+    processor = InputProcessor(model, Renderer(TOKENIZER, None), random.Random(0))
+    why = r"context length is 20 tokens \(all that the KV cache holds\)"
+    with pytest.raises(InvalidRequestError, match=f"the prompt has 20 tokens, but the model's {why}, at least one"):
+        await processor.process([5] * 20, SamplingParams())
+    with pytest.raises(InvalidRequestError, match=f"{why}, but 25 were asked for"):
+        await processor.process([5] * 15, SamplingParams(max_tokens=10))
+
+
 async def test_bad_words_are_spelled_at_the_start_of_a_text_and_behind_a_space() -> None:
     params = (await process(bad_words=("Paris", " way", "  "))).sampling_params
     spellings = [TOKENIZER.encode(text, False) for text in ("Paris", " Paris", "way", " way", "  ", "   ")]
