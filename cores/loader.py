@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from cores.config import ConfigError, EngineConfig
 from cores.runner.attention import ATTENTION_NAME
+from cores.runner.cpu_linear import can_pack, pack_linears
 from cores.runner.model_dir import read_eos_token_ids
 from cores.runner.paged_kv_cache import KVCacheShape
 
@@ -43,6 +44,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, model_config)
     check_weights_fit(path, model_config, dtype, device)
     model = _load_weights(path, model_config, dtype, device)
+    if can_pack(device, dtype):
+        pack_linears(model)
     return LoadedModel(
         model=model,
         device=device,

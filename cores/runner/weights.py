@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from cores.config import ConfigError
 from cores.loader import LoadedModel, check_weights_fit
+from cores.runner.cpu_linear import drop_packed_weights, repack_linears
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class Weights:
         """Their memory is free; `restore` reads them again."""
         for parameter in self._parameters.values():
             parameter.data = parameter.data.new_empty(0)
+        drop_packed_weights(self._model)
         self._dropped = True
 
     def restore(self) -> None:
@@ -78,6 +80,7 @@ class Weights:
                 parameter.data = tensors[name].to(self._device)
             else:
                 parameter.data.copy_(tensors[name])  # needs no memory on the device, so it cannot fail halfway
+        repack_linears(self._model)
 
     def _read(self, directory: str) -> Tensors:
         """A whole set on the host. The model's own configuration counts, whatever the directory says."""
