@@ -164,6 +164,9 @@ class EngineLoop:
                 self._core.abort_all(client)
             case FrontEndAttached(address):
                 self._core.forget_client(address.index)
+                # Reports tell the last turn's state, in which the predecessor's commands still count: told to the new one,
+                # it would make every command of it look like an old one.
+                self._outbox.put(LoopTurn(self.status(), {}))
                 self._outbox.put(message)  # behind the last outputs for the old one
             case Shutdown(timeout_s):
                 deadline_s = self._clock() + timeout_s

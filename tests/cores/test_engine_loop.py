@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
-from cores.config import EngineConfig
+from cores.config import EngineConfig, FrontEndAddress
 from cores.engine_core import EngineCore
 from cores.engine_loop import (
     ClientCommand,
     ClientOverflow,
     EngineLoop,
+    FrontEndAttached,
     Inbound,
     LoopTurn,
     Outbound,
@@ -273,3 +274,16 @@ def test_an_exception_in_a_step_ends_the_loop_after_what_was_computed_before() -
     with pytest.raises(RuntimeError, match="device lost"):
         rig.loop.run()
     assert rig.outbox.qsize() == 2
+
+
+def test_restarted_front_end_is_not_told_the_command_numbers_of_its_predecessor() -> None:
+    rig = Rig()
+    rig.add(1, max_tokens=100)
+    rig.add(1, max_tokens=100, client=1)
+    rig.inbox.put(FrontEndAttached(FrontEndAddress(index=0, input_address="ipc://in", output_address="ipc://out")))
+    rig.inbox.put(Shutdown(0.0))
+    messages = rig.run()
+    attached = next(i for i, message in enumerate(messages) if isinstance(message, FrontEndAttached))
+    # What the output thread knows when it connects to the new one, and reports at once.
+    told = [message.status.command_seqs for message in messages[:attached] if isinstance(message, LoopTurn)][-1]
+    assert told == {1: 2}
