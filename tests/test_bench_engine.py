@@ -25,10 +25,3 @@ def test_overhead_is_a_table_and_a_document(tmp_path: Path, capsys: pytest.Captu
     assert all(part["ours"] > 0 and part["peer_value"] is None for part in parts)
     table = capsys.readouterr().out
     assert all(row["name"] in table for row in document["rows"])
-
-
-def test_without_a_mode_it_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([])
-    assert caught.value.code == 2
-    assert "--overhead" in capsys.readouterr().err

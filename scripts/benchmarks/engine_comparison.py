@@ -10,7 +10,7 @@ import json
 import random
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from scripts.benchmarks.load import closed_loop
 from scripts.benchmarks.prompts import SAMPLE_WORDS, completion_body
@@ -27,23 +27,23 @@ LIMITS = ("--max-model-len", "2048", "--max-num-seqs", "64")
 Speeds = dict[str, dict[int, list[float]]]  # by who and concurrency, one per run
 
 
-def compare_engines(model: str, peers: Peers, num_runs: int) -> list[Row]:
-    speeds = _servers(model, peers, num_runs) | _transformers(model, num_runs)
+def compare_engines(model: str, peers: Peers, num_runs: int, concurrencies: Sequence[int]) -> list[Row]:
+    speeds = _servers(model, peers, num_runs, concurrencies) | _transformers(model, num_runs, concurrencies)
     rows = []
     for peer in (EAGER, COMPILED, *map(_transformers_name, METHODS)):
-        for concurrency in CONCURRENCIES:
+        for concurrency in concurrencies:
             theirs = speeds[peer][concurrency] if peer in speeds else None
             rows.append(compare(f"output at concurrency {concurrency}", "tok/s", speeds[OURS][concurrency], peer, theirs))
     return rows
 
 
-def _servers(model: str, peers: Peers, num_runs: int) -> Speeds:
+def _servers(model: str, peers: Peers, num_runs: int, concurrencies: Sequence[int]) -> Speeds:
     rng = random.Random(0)
     with _all_servers(model, peers) as servers:
-        speeds: Speeds = {server.name: {concurrency: [] for concurrency in CONCURRENCIES} for server in servers}
+        speeds: Speeds = {server.name: {concurrency: [] for concurrency in concurrencies} for server in servers}
         token_ids = {server.name: _token_ids(server) for server in servers}
         for number in range(-1, num_runs):  # the first is not counted: caches and allocators warm up
-            for concurrency in CONCURRENCIES:
+            for concurrency in concurrencies:
                 for server in servers:
                     bodies = [
                         completion_body(rng, token_ids[server.name], NUM_PROMPT_TOKENS, MAX_TOKENS)
@@ -76,11 +76,11 @@ def _token_ids(server: Server) -> list[int]:
         return sorted(set(json.load(response)["tokens"]))
 
 
-def _transformers(model: str, num_runs: int) -> Speeds:
+def _transformers(model: str, num_runs: int, concurrencies: Sequence[int]) -> Speeds:
     speeds: Speeds = {}
     for number in range(num_runs):
         for method in METHODS:
-            for concurrency in CONCURRENCIES:
+            for concurrency in concurrencies:
                 speed = tokens_per_s(method, model, concurrency, NUM_PROMPT_TOKENS, MAX_TOKENS)
                 _say(f"run {number + 1}: {_transformers_name(method)} at {concurrency}: {speed:.1f} tok/s")
                 speeds.setdefault(_transformers_name(method), {}).setdefault(concurrency, []).append(speed)

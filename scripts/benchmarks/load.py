@@ -125,9 +125,10 @@ class Connection(asyncio.Protocol):
         if self._has_text:
             result.itl_s.append(now - self._last_s)
             result.itl_s += [0.0] * (count - 1)
-        elif _FIRST_TOKEN.search(data):
+        elif first := _FIRST_TOKEN.search(data):
             self._has_text = True
             result.ttft_s.append(now - self._sent_s)
+            result.itl_s += [0.0] * data.count(b"data: {", first.end())
         self._last_s = now
 
     def _end(self, now: float) -> None:
