@@ -18,6 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgpack
 
 from cores import messages as m
+from cores.pooling_params import PoolingParams
 from cores.sampling_params import SamplingParams, pack_sampling_params
 
 PROTOCOL_VERSION = 1
@@ -139,12 +140,13 @@ def _pack_add_request(message: m.AddRequest) -> list[Any]:
     return [
         message.seq, r.handle, r.request_id, array("I", r.prompt_token_ids).tobytes(), pack_sampling_params(r.sampling_params),
         r.arrival_time_s, r.num_original_prompt_tokens, r.priority, r.lora_name, r.cache_salt, r.session_id, r.lora_id,
+        None if r.pooling_params is None else _plain(r.pooling_params),
     ]  # fmt: skip
 
 
 def _unpack_add_request(fields: list[Any]) -> m.AddRequest:
     seq, handle, request_id, prompt, params, arrival, num_original, priority, lora, salt, session, *rest = fields
-    (lora_id,) = rest or (None,)
+    lora_id, pooling_params = (*rest, None, None)[:2]
     return m.AddRequest(
         _checked(seq, int),
         m.EngineCoreRequest(
@@ -159,6 +161,7 @@ def _unpack_add_request(fields: list[Any]) -> m.AddRequest:
             cache_salt=_checked(salt, (str, types.NoneType)),
             session_id=_checked(session, (str, types.NoneType)),
             lora_id=_checked(lora_id, (str, types.NoneType)),
+            pooling_params=None if pooling_params is None else _unpack_pooling_params(pooling_params),
         ),
     )
 
@@ -180,6 +183,7 @@ def _pack_outputs(o: m.EngineCoreOutputs) -> list[Any]:
         o.rank_id, o.step, o.command_seq, _pack_load(o.load), o.handles.tobytes(), o.token_ids.tobytes(),
         b"" if o.counts is None else o.counts.tobytes(), o.first_tokens, o.finished, o.logprobs, o.weight_version,
         {row: _pack_prompt_logprobs(chunk) for row, chunk in o.prompt_logprobs.items()},
+        o.vectors,
     ]  # fmt: skip
 
 
@@ -205,12 +209,13 @@ def _unpack_outputs(fields: list[Any]) -> m.EngineCoreOutputs:
         logprobs=_unpack_logprobs(logprobs),
         weight_version=_checked(weight_version, int),
         prompt_logprobs=_unpack_prompt_logprobs(more[0]) if more and more[0] != {} else {},
+        vectors=_unpack_vectors(more[1]) if len(more) > 1 else {},
     )
     num_rows = len(outputs.handles)
     num_tokens = num_rows if outputs.counts is None else sum(outputs.counts)
     if len(outputs.token_ids) != num_tokens or (outputs.counts is not None and len(outputs.counts) != num_rows):
         raise CodecError(f"{num_rows} rows announce {num_tokens} tokens, but {len(outputs.token_ids)} came")
-    for rows in (outputs.first_tokens, outputs.finished, outputs.logprobs, outputs.prompt_logprobs):
+    for rows in (outputs.first_tokens, outputs.finished, outputs.logprobs, outputs.prompt_logprobs, outputs.vectors):
         if rows and not (min(rows) >= 0 and max(rows) < num_rows):
             raise CodecError(f"extras for rows {sorted(rows)}, but there are {num_rows}")
     return outputs
@@ -259,6 +264,10 @@ def _rows(hint: Any) -> Callable[[Any], Any]:
 _unpack_first_tokens = _rows(m.FirstToken)
 _unpack_finished = _rows(m.Finished)
 _unpack_logprobs = _rows(list[m.TokenLogprobs])
+_unpack_vectors = _rows(bytes)
+
+
+_unpack_pooling_params = _converter(PoolingParams)
 
 
 def _checked_uint32(value: Any) -> int:

@@ -65,6 +65,7 @@ class EngineConfig:
 
     model: str = opt("", "Hugging Face style directory, or a name that `gateway models` knows")
     engine: Literal["torch", "simulated"] = opt("torch", "what runs inside a core")
+    runner: Literal["auto", "generate", "pooling"] = opt("auto", "text or embeddings; auto: what the model was made for")
     simulated: SimulatedConfig = field(
         default_factory=SimulatedConfig,
         metadata={"help": "cost model of the simulated engine: step_ms, prefill_us, seq_us, ctx_ns"},

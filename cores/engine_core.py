@@ -80,6 +80,7 @@ class EngineCore:
                 max_num_prompt_logprobs=max(16, MAX_PROMPT_LOGITS // info.vocab_size),
                 policy=config.scheduling_policy,
                 max_loras=max_loras,
+                whole_prompts=info.needs_whole_prompts,
             ),
             kv_cache,
         )
@@ -150,6 +151,9 @@ class EngineCore:
 
     def _error_in(self, request: EngineCoreRequest) -> str | None:
         """What the scheduler and the runner rely on, and a foreign front end may have got wrong."""
+        task = "generate" if request.pooling_params is None else "embed"
+        if task not in self.info.supported_tasks:
+            return f"this model can {', '.join(self.info.supported_tasks)}, not {task}"
         prompt = request.prompt_token_ids
         if prompt and max(prompt) >= self.info.vocab_size:
             return f"prompt token ids must be below the vocabulary's {self.info.vocab_size}, got {max(prompt)}"
@@ -221,6 +225,8 @@ class EngineCore:
             if update.prompt_logprobs is not None:
                 mine.prompt_logprobs[row] = update.prompt_logprobs
             if update.token_id is None:
+                if update.vector is not None:
+                    _add_extras(mine, row, update)
                 _append_empty_row(mine, handle, update.finished)
                 continue
             if update.is_first or update.finished is not None or update.logprobs is not None:
@@ -253,7 +259,7 @@ class EngineCore:
 
 
 def _add_extras(outputs: EngineCoreOutputs, row: int, update: RequestUpdate) -> None:
-    """The rare parts of a row: its first token's facts, its end, its log-probabilities."""
+    """The rare parts of a row: its first token's facts, its end, its log-probabilities, its vector."""
     request = update.request
     if update.is_first:
         assert request.first_scheduled_s is not None
@@ -262,6 +268,8 @@ def _add_extras(outputs: EngineCoreOutputs, row: int, update: RequestUpdate) -> 
         outputs.finished[row] = update.finished
     if update.logprobs is not None:
         outputs.logprobs[row] = [update.logprobs]
+    if update.vector is not None:
+        outputs.vectors[row] = update.vector
 
 
 def _append_empty_row(outputs: EngineCoreOutputs, handle: int, finished: Finished | None) -> None:

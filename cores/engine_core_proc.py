@@ -46,9 +46,9 @@ def make_runner(launch: EngineLaunch) -> ModelRunner:
         from cores.runner.simulated import SimulatedModelRunner
 
         return SimulatedModelRunner(launch.config, RankId(launch.rank, launch.epoch))
-    from cores.runner.model_runner import TorchModelRunner
+    from cores.runner.torch_runner import make_torch_runner
 
-    return TorchModelRunner(launch.config, launch.num_threads)
+    return make_torch_runner(launch.config, launch.num_threads)
 
 
 def run_engine_core(launch: EngineLaunch) -> int:
@@ -130,6 +130,9 @@ class EngineCoreProc:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             features=info.features,
+            supported_tasks=info.supported_tasks,
+            embedding_size=info.embedding_size,
+            embedding_dimensions=info.embedding_dimensions,
         )
 
     def _say_last_words(self, control: Socket, cause: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import psutil
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from cores.config import ConfigError, EngineConfig
@@ -20,30 +20,40 @@ from cores.runner.attention import ATTENTION_NAME
 from cores.runner.cpu_linear import can_pack, pack_linears
 from cores.runner.model_dir import read_eos_token_ids
 from cores.runner.paged_kv_cache import KVCacheShape
+from cores.runner.pooling_kind import PoolingKind, num_positions
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    model: Any  # a transformers causal language model, in evaluation mode
+    model: Any  # a transformers model, in evaluation mode
     device: torch.device
     dtype: torch.dtype
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    cache_shape: KVCacheShape
+    cache_shape: KVCacheShape | None = None  # None: it keeps nothing of what it has read
+    padding_token_id: int = 0
+
+    @property
+    def kv_cache_shape(self) -> KVCacheShape:
+        assert self.cache_shape is not None, "an encoder has no KV cache"
+        return self.cache_shape
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
-    """Raises `ConfigError` for a directory, model or setting that cannot be served."""
+def load_model(config: EngineConfig, *, generates: bool = True) -> LoadedModel:
+    """A causal language model, or what of it makes hidden states. Raises `ConfigError` for what cannot be served."""
     path = _model_dir(config.model)
     model_config = _read_config(path)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
-    check_supported(model_config, max_model_len)
+    check_supported(model_config, max_model_len, generates=generates)
     device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, model_config)
     check_weights_fit(path, model_config, dtype, device)
-    model = _load_weights(path, model_config, dtype, device)
+    auto_class = AutoModelForCausalLM if generates else AutoModel
+    model = _load_weights(path, model_config, dtype, device, auto_class, ATTENTION_NAME)
+    if not model._supports_attention_backend:
+        raise ConfigError(f"model is not supported: {type(model).__name__} does not let its attention be replaced")
     if can_pack(device, dtype):
         pack_linears(model)
     return LoadedModel(
@@ -57,14 +67,34 @@ def load_model(config: EngineConfig) -> LoadedModel:
     )
 
 
-def _load_weights(path: Path, model_config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def load_encoder(config: EngineConfig, kind: PoolingKind) -> LoadedModel:
+    """An encoder, which computes a prompt in one step. Raises `ConfigError` for what cannot be served."""
+    path = _model_dir(config.model)
+    model_config = _read_config(path)
+    max_model_len = resolve_encoder_len(config, model_config, kind)
+    device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, model_config)
+    check_weights_fit(path, model_config, dtype, device)
+    return LoadedModel(
+        model=_load_weights(path, model_config, dtype, device, AutoModel, None),
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=(),
+        padding_token_id=model_config.pad_token_id or 0,
+    )
+
+
+def _load_weights(
+    path: Path, model_config: Any, dtype: torch.dtype, device: torch.device, auto_class: Any, attention: str | None
+) -> Any:
     transformers_logging.disable_progress_bar()  # stderr belongs to logging
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = auto_class.from_pretrained(
             path,
             config=model_config,
             dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
+            attn_implementation=attention,
             device_map={"": device} if device.type == "cuda" else None,
             use_safetensors=True,
             local_files_only=True,
@@ -73,11 +103,14 @@ def _load_weights(path: Path, model_config: Any, dtype: torch.dtype, device: tor
         )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise ConfigError(f"model {str(path)!r} cannot be loaded: {error}") from error
-    if info["missing_keys"]:  # transformers fills them with random numbers
-        raise ConfigError(f"model {str(path)!r} lacks weights: {', '.join(sorted(info['missing_keys'])[:3])} …")
-    if not model._supports_attention_backend:
-        raise ConfigError(f"model is not supported: {type(model).__name__} does not let its attention be replaced")
+    if missing := needed_keys(info["missing_keys"]):  # transformers fills them with random numbers
+        raise ConfigError(f"model {str(path)!r} lacks weights: {', '.join(missing[:3])} …")
     return model.eval().requires_grad_(False)
+
+
+def needed_keys(names: Iterable[str]) -> list[str]:
+    """Without those of a classifier's pooler, which older encoders have, many files lack, and we do not use."""
+    return sorted(name for name in names if not name.startswith("pooler."))
 
 
 def _model_dir(name: str) -> Path:
@@ -140,9 +173,11 @@ UNSUPPORTED: tuple[tuple[str, Check], ...] = (
 )
 
 
-def check_supported(config: Any, max_model_len: int) -> None:
+def check_supported(config: Any, max_model_len: int, *, generates: bool = True) -> None:
     """Raises `ConfigError` that names what we cannot compute."""
     for what, asks_for in UNSUPPORTED:
+        if asks_for is _is_no_causal_lm and not generates:
+            continue
         if asks_for(config, max_model_len):
             raise ConfigError(f"model is not supported: {config.model_type} has or is {what}")
 
@@ -158,6 +193,20 @@ def resolve_max_model_len(wanted: int | None, config: Any) -> int:
         return int(own)
     if own and wanted > own:
         raise ConfigError(f"--max-model-len must be at most the model's own {own}, got {wanted}")
+    return wanted
+
+
+def resolve_encoder_len(config: EngineConfig, model_config: Any, kind: PoolingKind) -> int:
+    """The makers' recommendation is a default, the model's positions and the step's budget are limits."""
+    own, budget, wanted = num_positions(model_config.to_dict()), config.max_num_batched_tokens, config.max_model_len
+    limit = budget if own is None else min(own, budget)
+    if wanted is None:
+        return min(limit, kind.max_model_len or limit)
+    if wanted > limit:
+        because = (
+            "--max-num-batched-tokens, since an encoder computes a prompt in one step" if limit == budget else "the model's own"
+        )
+        raise ConfigError(f"--max-model-len must be at most {limit}, {because}, got {wanted}")
     return wanted
 
 

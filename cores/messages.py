@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple
 
+from cores.pooling_params import PoolingParams
 from cores.sampling_params import SamplingParams
 
 
@@ -111,6 +112,7 @@ class EngineCoreRequest:
     cache_salt: str | None = None
     session_id: str | None = None
     lora_id: str | None = None  # which adapter was meant by that name when the request came; None: whichever has it now
+    pooling_params: PoolingParams | None = None  # set: one vector is wanted of the prompt and no token
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,8 @@ class EngineReady:
     max_num_batched_tokens: int
     supported_tasks: tuple[str, ...] = ("generate",)
     features: tuple[str, ...] = ()  # of `sampling_params.OPTIONAL_FEATURES`: what a request may ask of this engine
+    embedding_size: int = 0  # of a model that embeds
+    embedding_dimensions: tuple[int, ...] = ()  # smaller sizes that its vectors may be cut to
 
 
 class FirstToken(NamedTuple):
@@ -213,6 +217,7 @@ class EngineCoreOutputs:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     weight_version: int = 0
     prompt_logprobs: dict[int, PromptLogprobsChunk] = field(default_factory=dict)
+    vectors: dict[int, bytes] = field(default_factory=dict)  # float32, little-endian; such a row has no tokens and ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +226,7 @@ class Heartbeat:
 
     rank_id: RankId
     step: int
-    has_work: (
-        bool  # it should be making steps: not while it stands still, nor while an operation (new weights, say) takes its time
-    )
+    has_work: bool  # it should be making steps: not while it stands still or an operation (new weights, say) takes its time
     command_seq: int
     load: RankLoad
     stats: SchedulerStats

@@ -7,6 +7,7 @@ from enum import Enum
 
 from cores.block_hash import BlockHash, root_hash
 from cores.messages import EngineCoreRequest
+from cores.pooling_params import PoolingParams
 from cores.sampling_params import SamplingParams
 
 RequestKey = tuple[int, int]  # (front end index, handle)
@@ -38,6 +39,7 @@ class Request:
     arrival_time_s: float = 0.0
     root_hash: BlockHash = b""
     lora_id: str | None = None
+    pooling_params: PoolingParams | None = None  # set: it ends with its prompt, as a vector
 
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
@@ -78,18 +80,28 @@ class Request:
             num_prompt_tokens=len(request.prompt_token_ids),
             num_original_prompt_tokens=request.num_original_prompt_tokens,
             sampling_params=params,
-            max_total_tokens=min(request.num_original_prompt_tokens + budget, max_model_len),
+            max_total_tokens=(
+                min(request.num_original_prompt_tokens + budget, max_model_len)
+                if request.pooling_params is None
+                else len(request.prompt_token_ids) + 1  # a prompt may be as long as the model takes: nothing follows it
+            ),
             priority=request.priority,
             arrival_time_s=request.arrival_time_s,
             root_hash=root_hash(lora_id, request.cache_salt),
             lora_id=lora_id,
             needs_prompt_logprobs=params.prompt_logprobs is not None and request.num_original_prompt_tokens > 1,
+            pooling_params=request.pooling_params,
             stop_ids=frozenset(params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)),
         )
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_tokens_to_come(self) -> int:
+        """At least: a prompt that leaves no room for one token is no use, unless none is wanted."""
+        return 1 if self.pooling_params is None else 0
 
     @property
     def num_output_tokens(self) -> int:

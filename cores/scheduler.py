@@ -42,6 +42,7 @@ class SchedulerConfig:
     max_num_prompt_logprobs: int = 1024
     policy: Literal["fcfs", "priority"] = "fcfs"
     max_loras: int = 0  # different adapters in one step
+    whole_prompts: bool = False  # a prompt is computed in one step or not at all: each of its tokens sees all others
 
 
 @dataclass(slots=True)
@@ -54,6 +55,7 @@ class RequestUpdate:
     finished: Finished | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: PromptLogprobsChunk | None = None
+    vector: bytes | None = None  # instead of a token, of a request that pools
 
 
 class RequestQueue:
@@ -94,6 +96,7 @@ class Scheduler:
         # A decode takes one token of the budget: with more sequences than tokens some would never get theirs.
         self._max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.max_model_len = min(config.max_model_len, kv_cache.num_tokens_capacity)
+        assert not config.whole_prompts or self.max_model_len <= config.max_num_batched_tokens
         self._requests: dict[RequestKey, Request] = {}
         self._waiting = RequestQueue()
         self._running = RequestQueue()
@@ -143,7 +146,8 @@ class Scheduler:
         request.order = self._num_arrived
         request.queue_key = (request.priority if self.config.policy == "priority" else 0, request.order)
         request.received_s = now
-        request.max_total_tokens = min(request.max_total_tokens, self.max_model_len)
+        if request.pooling_params is None:
+            request.max_total_tokens = min(request.max_total_tokens, self.max_model_len)
         refusal = self._refusal(request)
         if refusal is not None:
             request.status = RequestStatus.FINISHED
@@ -154,18 +158,18 @@ class Scheduler:
         return None
 
     def _refusal(self, request: Request) -> Finished | None:
-        num_tokens, config, kv = request.num_tokens, self.config, self.kv_cache
+        num_tokens, config, kv, to_come = request.num_tokens, self.config, self.kv_cache, request.num_tokens_to_come
         if num_tokens == 0:
             return Finished(FinishReason.ERROR, error="the prompt is empty")
-        if num_tokens >= config.max_model_len:
-            message = (
-                f"a prompt of {num_tokens} tokens leaves no room for output: the model takes {config.max_model_len} in all"
-            )
+        if num_tokens + to_come > config.max_model_len:
+            problem = "leaves no room for output" if to_come else "is too long"
+            message = f"a prompt of {num_tokens} tokens {problem}: the model takes {config.max_model_len} in all"
             return Finished(FinishReason.ERROR, error=message)
-        if num_tokens >= kv.num_tokens_capacity:
+        if num_tokens + to_come > kv.num_tokens_capacity:
+            num_needed, and_one = kv.num_blocks_for(num_tokens + to_come), " and one of output" * to_come
             message = (
-                f"a prompt of {num_tokens} tokens and one of output need {kv.num_blocks_for(num_tokens + 1)} KV cache blocks"
-                f" of {kv.block_size} tokens, there are {kv.num_blocks}"
+                f"a prompt of {num_tokens} tokens{and_one} need {num_needed} KV cache blocks of {kv.block_size} tokens,"
+                f" there are {kv.num_blocks}"
             )
             return Finished(FinishReason.ERROR, error=message)
         if num_tokens >= request.max_total_tokens:  # continued from elsewhere, where it had just used up its budget
@@ -283,6 +287,8 @@ class Scheduler:
                 passed = passed or request
                 index += 1
                 continue
+            if self.config.whole_prompts and request.num_tokens > left:
+                break
             # One spare block for each running sequence, which will soon ask for it: else we admit now and preempt a step later.
             self._count(request, -1)
             admitted = self.kv_cache.admit(request, num_spare=len(self._running))
@@ -368,6 +374,9 @@ class Scheduler:
         error = output.errors.get(index) if output.errors else None
         if error is not None:
             update = RequestUpdate(request, None, finished=Finished(FinishReason.ERROR, error=error))
+        elif request.pooling_params is not None:
+            ended = Finished(FinishReason.STOP)
+            update = RequestUpdate(request, None, is_first=True, finished=ended, vector=output.vectors[index])
         else:
             token_id = output.token_ids[index]
             request.token_ids.append(token_id)

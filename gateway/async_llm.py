@@ -26,6 +26,7 @@ from typing import Any
 
 from balancer.load import RoutingRequest
 from cores.messages import EngineCoreOutputs, EngineCoreRequest, UtilityResult
+from cores.pooling_params import PoolingParams
 from cores.sampling_params import SamplingParams
 from gateway.admission import Admission, OneFrontEnd, Usage, UsageSlots
 from gateway.config import GatewayConfig
@@ -35,7 +36,7 @@ from gateway.engine_client import EngineClient, ModelConfig, Prompt, PromptPiece
 from gateway.errors import EngineDeadError, GatewayError, InvalidRequestError, OverloadedError
 from gateway.failover import Failover
 from gateway.grammar_checker import GrammarChecker
-from gateway.input_processor import InputProcessor
+from gateway.input_processor import InputProcessor, ProcessedInput
 from gateway.input_session import InputSession
 from gateway.loop_lag import LoopLag
 from gateway.lora_manager import LoraManager
@@ -44,7 +45,7 @@ from gateway.models import with_absolute_paths
 from gateway.operations import UTILITY_TIMEOUT_S
 from gateway.output_collector import RequestOutputCollector
 from gateway.output_processor import OutputProcessor
-from gateway.outputs import RequestOutput
+from gateway.outputs import PoolingRequestOutput, RequestOutput, to_pooling_output
 from gateway.parallel_sampling import ParentRequest
 from gateway.renderer import Renderer
 from gateway.status import BalancerStatus, FrontEndStatus, StatusSnapshot, Totals
@@ -214,34 +215,13 @@ class AsyncLLM(EngineClient):
             return
         if trace_headers:
             self._warn_about_tracing()
+        self.model_config.check_task("generate")
         self.check_admission(num_sequences=0)
         processed = await self.input_processor.process(prompt, sampling_params)
-        params = processed.sampling_params
-        more = Usage(params.n, len(processed.prompt_token_ids))
-        self.admission.admit(self._usage, more, self._clock(), reported_tokens=self.core_client.num_reported_tokens)
-        collector = RequestOutputCollector(params.output_kind)
-        lora = None if lora_request is None else self.loras.require(lora_request, "lora_request")
-        request = EngineCoreRequest(
-            handle=0,  # each sequence gets its own when it is submitted
-            request_id=f"{request_id}-{uuid.uuid4().hex[:8]}",
-            prompt_token_ids=processed.prompt_token_ids,
-            sampling_params=params,
-            arrival_time_s=time.time(),
-            num_original_prompt_tokens=len(processed.prompt_token_ids),
-            priority=priority,
-            cache_salt=cache_salt,
-            session_id=session_id,
-            lora_name=lora_request,
-            lora_id=None if lora is None else lora.id,
-        )
-        routing = RoutingRequest(
-            num_prompt_tokens=len(request.prompt_token_ids),
-            pinned_rank=data_parallel_rank,
-            session_id=session_id,
-            priority=priority,
-            lora_name=lora_request,
-        )
-        self._submit(request, routing, collector, request_id, prompt_text or processed.prompt_text)
+        internal_id, collector = self._begin(
+            processed, request_id, prompt_text or processed.prompt_text, priority=priority, pinned_rank=data_parallel_rank,
+            session_id=session_id, lora_name=lora_request, cache_salt=cache_salt,
+        )  # fmt: skip
         finished = False
         try:
             while not finished:
@@ -253,7 +233,83 @@ class AsyncLLM(EngineClient):
             raise
         finally:
             if not finished:
-                self._abort(request.request_id)
+                self._abort(internal_id)
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams,
+        request_id: str,
+        *,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        prompt_text: str | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        if trace_headers:
+            self._warn_about_tracing()
+        self.model_config.check_task("embed")
+        self.check_admission(num_sequences=0)
+        processed = await self.input_processor.process_pooling(prompt, pooling_params)
+        internal_id, collector = self._begin(
+            processed, request_id, prompt_text or processed.prompt_text, priority=priority, pinned_rank=data_parallel_rank,
+            session_id=session_id, pooling_params=pooling_params,
+        )  # fmt: skip
+        ended = False
+        try:
+            output = await collector.get()
+            ended = True
+        except GatewayError:
+            ended = True
+            raise
+        finally:
+            if not ended:
+                self._abort(internal_id)
+        yield to_pooling_output(output)
+
+    def _begin(
+        self,
+        processed: ProcessedInput,
+        external_id: str,
+        prompt_text: str | None,
+        *,
+        priority: int,
+        pinned_rank: int | None,
+        session_id: str | None,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        pooling_params: PoolingParams | None = None,
+    ) -> tuple[str, RequestOutputCollector]:
+        """Admits, registers and sends a request. Its internal id, and where its outputs come."""
+        params, num_tokens = processed.sampling_params, len(processed.prompt_token_ids)
+        more = Usage(params.n, num_tokens)
+        self.admission.admit(self._usage, more, self._clock(), reported_tokens=self.core_client.num_reported_tokens)
+        lora = None if lora_name is None else self.loras.require(lora_name, "lora_request")
+        request = EngineCoreRequest(
+            handle=0,  # each sequence gets its own when it is submitted
+            request_id=f"{external_id}-{uuid.uuid4().hex[:8]}",
+            prompt_token_ids=processed.prompt_token_ids,
+            sampling_params=params,
+            arrival_time_s=time.time(),
+            num_original_prompt_tokens=num_tokens,
+            priority=priority,
+            cache_salt=cache_salt,
+            session_id=session_id,
+            lora_name=lora_name,
+            lora_id=None if lora is None else lora.id,
+            pooling_params=pooling_params,
+        )
+        routing = RoutingRequest(
+            num_prompt_tokens=num_tokens,
+            pinned_rank=pinned_rank,
+            session_id=session_id,
+            priority=priority,
+            lora_name=lora_name,
+        )
+        collector = RequestOutputCollector(params.output_kind)
+        self._submit(request, routing, collector, external_id, prompt_text)
+        return request.request_id, collector
 
     def _submit(
         self,

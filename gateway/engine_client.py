@@ -7,13 +7,14 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cores.messages import EngineReady
+from cores.pooling_params import PoolingParams
 from cores.sampling_params import OPTIONAL_FEATURES, SamplingParams
-from gateway.errors import EngineDeadError
+from gateway.errors import EngineDeadError, InvalidRequestError
 from gateway.operations import Operations
-from gateway.outputs import RequestOutput
+from gateway.outputs import PoolingRequestOutput, RequestOutput
 
 if TYPE_CHECKING:
     from gateway.config import GatewayConfig
@@ -38,12 +39,23 @@ class ModelConfig:
     created: int  # Unix time, for /v1/models
     features: tuple[str, ...] = OPTIONAL_FEATURES  # what all ranks have of them
     num_kv_tokens: int | None = None  # what the smallest KV cache holds; `max_model_len` is not above it
+    supported_tasks: tuple[str, ...] = ("generate",)  # or "embed"
+    embedding_size: int = 0
+    embedding_dimensions: tuple[int, ...] = ()  # smaller sizes that vectors may be cut to
 
     @property
     def context_length(self) -> str:
         """In words, for those who ask for more."""
         why = " (all that the KV cache holds)" if self.max_model_len == self.num_kv_tokens else ""
         return f"{self.max_model_len} tokens{why}"
+
+    def check_task(self, task: str) -> None:
+        """Raises `InvalidRequestError` that says what the model is for instead."""
+        if task in self.supported_tasks:
+            return
+        if task == "embed":
+            raise InvalidRequestError(f"model {self.name!r} generates text and makes no embeddings", "model")
+        raise InvalidRequestError(f"model {self.name!r} makes embeddings (/v1/embeddings) and generates no text", "model")
 
     @classmethod
     def of(cls, config: GatewayConfig, ranks: Sequence[EngineReady]) -> ModelConfig:
@@ -58,6 +70,9 @@ class ModelConfig:
             created=int(time.time()),
             num_kv_tokens=min(ready.num_kv_blocks * ready.block_size for ready in ranks),
             features=tuple(f for f in OPTIONAL_FEATURES if all(f in ready.features for ready in ranks)),
+            supported_tasks=ranks[0].supported_tasks,
+            embedding_size=ranks[0].embedding_size,
+            embedding_dimensions=ranks[0].embedding_dimensions,
         )
 
 
@@ -160,11 +175,23 @@ class EngineClient(Operations):
     async def check_health(self) -> None:
         """Raises `EngineDeadError` when no rank can serve."""
 
-    async def encode(self, prompt: Prompt, request_id: str) -> AsyncGenerator[Any, None]:
-        """Pooling. Raises `NotImplementedError` by name when the model or backend cannot."""
-        raise NotImplementedError(f"encode: {self.model_config.name} does not pool")
+    @abstractmethod
+    def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams,
+        request_id: str,
+        *,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        prompt_text: str | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """One vector of one prompt, from an embedding model: its one output, or an error. All else as with `generate`."""
 
     # --- operations: the rare ones are in `Operations` ---
+
     async def add_lora(self, name: str, path: str, *, load_inplace: bool = False) -> LoraAdapter:
         """Serves the adapter in a directory as the model `name`, on every rank or on none; a rank that starts again has it
         before it takes requests. `load_inplace` also replaces one of that name, which requests under way keep.
@@ -189,7 +216,7 @@ class EngineClient(Operations):
         return self.loras.find(name)
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
-        return ("generate",)
+        return self.model_config.supported_tasks
 
     async def is_tracing_enabled(self) -> bool:
         return False

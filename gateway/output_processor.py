@@ -299,6 +299,8 @@ class OutputProcessor:
             self._book_tokens(batch, state, num_taken)
         if (first := outputs.first_tokens.get(row)) is not None and stream.stats.num_generation_tokens == num_taken:
             stream.on_first_token(first)
+        if (vector := outputs.vectors.get(row)) is not None:
+            self._book_vector(batch, state, vector)
         if state.detokenizer.stop_string is not None:
             self._stop(batch, state, finished=finished is not None)
         elif finished is not None:
@@ -349,6 +351,13 @@ class OutputProcessor:
         state.last_token_s = now
         state.has_tokens = True
         state.is_plain = state.can_be_plain
+
+    def _book_vector(self, batch: _Slice, state: RequestState, vector: bytes) -> None:
+        """All that a pooling request gets; its row ends it."""
+        state.vector = vector
+        stats = state.stream.stats
+        stats.first_token_s = stats.last_token_s = batch.now
+        self.counters.prompt_tokens += len(state.stream.prompt_token_ids)
 
     def _stop(self, batch: _Slice, state: RequestState, *, finished: bool) -> None:
         """Ended by a stop string, which its engine cannot see: that works on the next token unless it has `finished` too."""

@@ -1,9 +1,12 @@
-"""What `generate()` yields."""
+"""What `generate()` and `encode()` yield."""
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from gateway.errors import OverloadedError
 
 if TYPE_CHECKING:
     from gateway.logprobs import PromptLogprobs
@@ -38,6 +41,7 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None  # "stop", "length", "abort"
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it; None for EOS
+    vector: bytes | None = None  # of a pooling request, which has nothing else: float32, little-endian
 
     @property
     def finished(self) -> bool:
@@ -70,3 +74,29 @@ class RequestOutput:
     stats: RequestStats
     rank: int | None = None  # the first rank that served it
     prompt_logprobs: PromptLogprobs | None = None  # where they were asked for, in every output from the first token on
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRequestOutput:
+    """What `encode()` yields, once."""
+
+    request_id: str  # the caller's
+    prompt_token_ids: list[int]
+    vector: bytes  # float32, little-endian
+    stats: RequestStats
+    rank: int | None = None
+    finished: bool = True
+
+    @property
+    def values(self) -> list[float]:
+        numbers = array("f")
+        numbers.frombytes(self.vector)
+        return numbers.tolist()
+
+
+def to_pooling_output(output: RequestOutput) -> PoolingRequestOutput:
+    """The end of a pooling request. Raises `OverloadedError` if it was aborted: by a pause, after which it may come again."""
+    (completion,) = output.outputs
+    if completion.vector is None:
+        raise OverloadedError(f"the request was ended before its vector was computed ({completion.finish_reason})")
+    return PoolingRequestOutput(output.request_id, output.prompt_token_ids, completion.vector, output.stats, output.rank)

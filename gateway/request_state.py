@@ -87,7 +87,7 @@ class RequestState:
     __slots__ = (
         "_entries", "_has_new", "_include_stop", "_logprobs", "_output_kind", "_stop_token_ids", "_text", "_token_ids",
         "_tokenizer", "_wants_logprobs", "_wants_prompt_logprobs", "accepted", "can_be_plain", "detokenizer", "handle",
-        "has_tokens", "index", "is_delta", "is_plain", "last_token_s", "push_one", "stream",
+        "has_tokens", "index", "is_delta", "is_plain", "last_token_s", "push_one", "stream", "vector",
     )  # fmt: skip
 
     def __init__(self, handle: int, index: int, tokenizer: Tokenizer, params: SamplingParams, stream: RequestStream) -> None:
@@ -97,6 +97,7 @@ class RequestState:
         self.has_tokens = False  # the first has come
         self.last_token_s = 0.0
         self.accepted: list[int] = []  # tokens from engines, so that another one can go on from here
+        self.vector: bytes | None = None  # of a pooling request
         self._tokenizer = tokenizer
         self.detokenizer = IncrementalDetokenizer(tokenizer, params, stream.prompt_token_ids)
         self.push_one = self.detokenizer.push
@@ -175,7 +176,7 @@ class RequestState:
         text = "".join(self._text)
         logprobs = self._logprobs if self._wants_logprobs else None
         if self.is_delta or finish_reason is not None:
-            completion = CompletionOutput(self.index, text, self._token_ids, logprobs, finish_reason, stop_reason)
+            completion = CompletionOutput(self.index, text, self._token_ids, logprobs, finish_reason, stop_reason, self.vector)
             self._text, self._token_ids, self._logprobs = [], [], []
             return completion
         self._text = [text]

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+from cores.pooling_params import PoolingParams
 from cores.sampling_params import RequestOutputKind, SamplingParams
 from gateway.chat_messages import normalise_messages
 from gateway.config import GatewayConfig
@@ -20,7 +22,7 @@ from gateway.errors import EngineDeadError, GatewayError, InvalidRequestError, O
 from gateway.input_processor import InputProcessor
 from gateway.logprobs import PromptLogprobs
 from gateway.lora_store import LoraAdapter
-from gateway.outputs import CompletionOutput, PositionLogprobs, RequestOutput, RequestStats
+from gateway.outputs import CompletionOutput, PoolingRequestOutput, PositionLogprobs, RequestOutput, RequestStats
 from gateway.status import BalancerStatus, FrontEndStatus, RankStatus, StatusSnapshot, Totals
 
 BOS_TOKEN_ID = 1
@@ -294,6 +296,23 @@ class FakeEngineClient(EngineClient):
             await outputs.aclose()
             if not request.is_finished and request._error is None:
                 self.aborted.append(request_id)
+
+    def embeds(self, size: int, dimensions: tuple[int, ...] = ()) -> None:
+        """From now on it is an embedding model; a vector's numbers are the prompt's length and those after it."""
+        self.model_config = replace(
+            self.model_config, supported_tasks=("embed",), embedding_size=size, embedding_dimensions=dimensions
+        )
+        self.input_processor = InputProcessor(self.model_config, self.renderer, random.Random(0))
+
+    async def encode(
+        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        self.check_admission()
+        self.model_config.check_task("embed")
+        processed = await self.input_processor.process_pooling(prompt, pooling_params)
+        length = len(processed.prompt_token_ids)
+        numbers = array("f", range(length, length + (pooling_params.dimensions or self.model_config.embedding_size)))
+        yield PoolingRequestOutput(request_id, processed.prompt_token_ids, numbers.tobytes(), RequestStats(0.0), 0)
 
     async def abort(self, request_id: str) -> None:
         for request in self.requests:

@@ -39,6 +39,7 @@ class ModelRunnerOutput:
 
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by the same index, where asked for
+    vectors: dict[int, bytes] = field(default_factory=dict)  # by the same index, of those that pool; their token is void
     errors: dict[int, str] = field(default_factory=dict)  # by the same index: this request alone failed; its token is void
     # The same index again. No token was chosen yet: the last position is to be computed again, in the next step.
     deferred: frozenset[int] = frozenset()
@@ -57,6 +58,10 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     num_kv_blocks: int
     features: tuple[str, ...] = ()  # of `sampling_params.OPTIONAL_FEATURES`
+    supported_tasks: tuple[str, ...] = ("generate",)  # or "embed": what requests may ask for
+    needs_whole_prompts: bool = False  # in one step; `max_model_len` is then within the step's token budget
+    embedding_size: int = 0
+    embedding_dimensions: tuple[int, ...] = ()  # smaller sizes that vectors may be cut to
 
 
 class ModelRunner(Protocol):

@@ -25,7 +25,7 @@ def read_model_dir(path: str) -> ModelDir:
     directory = Path(path)
     if not directory.is_dir():
         raise ConfigError(f"model directory {path!r} does not exist")
-    config = _read_json(directory / "config.json")
+    config = read_json(directory / "config.json")
     text_config = config.get("text_config", config)  # multimodal models keep the language model's part there
     eos_token_ids = read_eos_token_ids(directory, config | text_config)
     tokenizer = _read_tokenizer(directory / "tokenizer.json")
@@ -52,7 +52,7 @@ def _printable_token_ids(tokenizer: Tokenizer, eos_token_ids: frozenset[int], di
 def read_eos_token_ids(directory: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """generation_config.json has the last word, as in transformers: chat models end turns with more than one token."""
     generation_config = directory / "generation_config.json"
-    value = _read_json(generation_config).get("eos_token_id") if generation_config.is_file() else None
+    value = read_json(generation_config).get("eos_token_id") if generation_config.is_file() else None
     if value is None:
         value = config.get("eos_token_id")
     if value is None:
@@ -67,7 +67,7 @@ def _positive_int(config: dict[str, Any], key: str, directory: Path) -> int:
     return value
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:

@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity
 
 from cores.config import ConfigError, EngineConfig
 from cores.loader import LoadedModel, device_name, free_memory_bytes, load_model
@@ -27,8 +24,11 @@ from cores.runner.input_batch import build_input_batch
 from cores.runner.interface import ModelInfo, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from cores.runner.lora import LoraModel
 from cores.runner.paged_kv_cache import PagedKVCache, choose_num_kv_blocks
+from cores.runner.pooling import make_vectors
+from cores.runner.pooling_kind import PoolingKind
 from cores.runner.prompt_logprobs import prompt_logprobs
 from cores.runner.sampler import Sampler
+from cores.runner.torch_operations import TorchOperations
 from cores.runner.weights import Weights
 from cores.sampling_params import OPTIONAL_FEATURES, SamplingParams
 from cores.structured_outputs import GrammarError, load_grammar_tokenizer
@@ -49,22 +49,23 @@ class _Parts:
     grammars: Grammars
 
 
-class TorchModelRunner:
+class TorchModelRunner(TorchOperations):
     """A `ModelRunner`. Keeps nothing of a request between steps but its K and V, and its grammar if it has one."""
 
-    def __init__(self, config: EngineConfig, num_threads: int | None = None) -> None:
+    def __init__(self, config: EngineConfig, num_threads: int | None = None, pooling: PoolingKind | None = None) -> None:
+        """With `pooling`, a prompt's last token becomes a vector and no token is generated."""
         self._config = config
+        self._pooling = pooling
         self._num_threads = num_threads
         self._parts: _Parts | None = None
-        self._profiler: torch.profiler.profile | None = None
 
     def load(self) -> ModelInfo:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
-        loaded = load_model(self._config)
+        loaded = load_model(self._config, generates=self._pooling is None)
         loras = self._make_loras(loaded)
         num_kv_blocks = choose_num_kv_blocks(
-            loaded.cache_shape,
+            loaded.kv_cache_shape,
             free_bytes=free_memory_bytes(loaded.device),
             is_cuda=loaded.device.type == "cuda",
             max_model_len=loaded.max_model_len,
@@ -74,7 +75,7 @@ class TorchModelRunner:
             kv_cache_memory_bytes=self._config.kv_cache_memory_bytes,
         )
         with torch.inference_mode():
-            cache = PagedKVCache(loaded.cache_shape, num_kv_blocks, loaded.device)
+            cache = PagedKVCache(loaded.kv_cache_shape, num_kv_blocks, loaded.device)
             sampler = Sampler(loaded.vocab_size, loaded.device)
             grammars, features = self._load_grammars(loaded)
         weights = Weights(loaded, self._config.model)
@@ -87,8 +88,8 @@ class TorchModelRunner:
             loaded.dtype,
             device_name(loaded.device),
             num_kv_blocks,
-            loaded.cache_shape.block_size,
-            num_kv_blocks * loaded.cache_shape.block_bytes >> 20,
+            loaded.kv_cache_shape.block_size,
+            num_kv_blocks * loaded.kv_cache_shape.block_bytes >> 20,
         )
         return ModelInfo(
             device=device_name(loaded.device),
@@ -97,10 +98,15 @@ class TorchModelRunner:
             eos_token_ids=loaded.eos_token_ids,
             num_kv_blocks=num_kv_blocks,
             features=features,
+            supported_tasks=("generate",) if self._pooling is None else ("embed",),
+            embedding_size=0 if self._pooling is None else self._pooling.size,
+            embedding_dimensions=() if self._pooling is None else self._pooling.dimensions,
         )
 
     def _load_grammars(self, loaded: LoadedModel) -> tuple[Grammars, tuple[str, ...]]:
         """And what of `OPTIONAL_FEATURES` this engine has: not every tokenizer can be used with grammars."""
+        if self._pooling is not None:
+            return Grammars(None, "this model generates no text"), ()
         try:
             tokenizer = load_grammar_tokenizer(self._config.model, loaded.vocab_size, loaded.eos_token_ids)
         except GrammarError as error:
@@ -114,18 +120,24 @@ class TorchModelRunner:
         loaded, cache, sampler, loras = parts.loaded, parts.cache, parts.sampler, parts.loras
         assert cache is not None, "a step while the KV cache sleeps"
         step_grammars = parts.grammars.begin(batch)  # works beside the model
-        inputs = build_input_batch(batch, cache, loaded.cache_shape.block_size, loaded.dtype, loaded.device)
+        inputs = build_input_batch(batch, cache, loaded.kv_cache_shape.block_size, loaded.dtype, loaded.device)
+        # The last layer's matrix is the largest: only where logits are wanted.
+        head = {"logits_to_keep": inputs.logits_rows} if self._pooling is None else {}
         with contextlib.nullcontext() if loras is None else loras.applied(batch):
             output = loaded.model(
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,
                 use_cache=False,
-                logits_to_keep=inputs.logits_rows,  # the last layer's matrix is the largest: only where logits are wanted
                 attention_metadata=inputs.metadata,
+                **head,
             )
+        sampling = [s.request for s in batch.scheduled if s.samples]
+        if self._pooling is not None:
+            hidden = output.last_hidden_state[0].index_select(0, inputs.logits_rows)
+            return make_vectors(hidden.float(), sampling, self._pooling.normalize)
         # In float32 from here on: bfloat16 has too few digits for sums over a vocabulary, and a slow argmax.
-        logits, requests = output.logits[0], [s.request for s in batch.scheduled if s.samples]
-        sampled = sampler.sample(logits[: inputs.num_sampled].float(), requests, step_grammars.collect())
+        logits = output.logits[0]
+        sampled = sampler.sample(logits[: inputs.num_sampled].float(), sampling, step_grammars.collect())
         sampled.prompt_logprobs = prompt_logprobs(logits[inputs.num_sampled :], inputs.prompt_spans, batch)
         step_grammars.advance(sampled)
         return sampled
@@ -148,6 +160,8 @@ class TorchModelRunner:
     def _make_loras(self, loaded: LoadedModel) -> LoraModel | None:
         if not self._config.enable_lora:
             return None
+        if self._pooling is not None:
+            raise ConfigError("--enable-lora needs a model that generates text")
         return LoraModel(
             loaded.model,
             max_loras=self._config.max_loras,
@@ -168,47 +182,19 @@ class TorchModelRunner:
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
-    def sleep(self, level: int) -> None:
-        parts = self._loaded_parts
-        self._parts = replace(parts, cache=None)
-        if level == 1:
-            parts.weights.offload()
-        else:
-            parts.weights.drop()
-        del parts
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # to the device, for whoever the memory was given back
+    @property
+    def _weights(self) -> Weights:
+        return self._loaded_parts.weights
 
-    def wake_up(self, tags: Collection[str]) -> None:
+    def _release_cache(self) -> None:
+        self._parts = replace(self._loaded_parts, cache=None)
+
+    def _restore_cache(self) -> None:
         parts = self._loaded_parts
-        if "weights" in tags:
-            parts.weights.restore()
-        if "kv_cache" in tags and parts.cache is None:
+        if parts.cache is None:
             with torch.inference_mode():
-                cache = PagedKVCache(parts.loaded.cache_shape, parts.num_kv_blocks, parts.loaded.device)
+                cache = PagedKVCache(parts.loaded.kv_cache_shape, parts.num_kv_blocks, parts.loaded.device)
             self._parts = replace(parts, cache=cache)
-
-    def prepare_weights(self, directory: str) -> None:
-        self._loaded_parts.weights.prepare(directory)
-
-    def commit_weights(self) -> None:
-        self._loaded_parts.weights.commit()
-
-    def discard_weights(self) -> None:
-        self._loaded_parts.weights.discard()
-
-    def start_profile(self) -> None:
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-        self._profiler = torch.profiler.profile(activities=activities)
-        self._profiler.start()
-
-    def stop_profile(self, stem: Path) -> Path:
-        assert self._profiler is not None, "no profile was started"
-        self._profiler.stop()
-        path = stem.with_suffix(".pt.trace.json.gz")  # the name by which TensorBoard and Perfetto know it
-        self._profiler.export_chrome_trace(str(path))
-        self._profiler = None
-        return path
 
     def _try_one_step(self, cache: PagedKVCache) -> None:
         """Refuses a model whose layers do not all compute the attention that we provide, and warms the rest up."""

@@ -7,6 +7,7 @@ Rules
 * Only ids whose text is printable ASCII are chosen: never a special token, never EOS. A request ends by its length, by a
   stop string or by one of its own `stop_token_ids`; `ignore_eos` makes no difference.
 * Needs MODEL's config.json and tokenizer.json, no weights; so any `--max-model-len` goes.
+* With `--runner pooling`, or the directory of an embedding model, a prompt becomes a unit vector that the same hash seeds.
 * Any directory is an adapter. Which one it is depends on its path, and on its adapter_config.json if it has one.
 """
 
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import cProfile
 import hashlib
+import math
 import os
+import random
 import signal
 import time
 from array import array
@@ -28,6 +31,7 @@ from cores.request import Request
 from cores.runner.faults import FaultScript, StepFault
 from cores.runner.interface import ModelInfo, ModelRunnerOutput, SchedulerOutput
 from cores.runner.model_dir import read_model_dir
+from cores.runner.pooling_kind import PoolingKind, read_pooling_kind
 
 NUM_KV_TOKENS_PER_SEQ = 4096
 
@@ -47,6 +51,7 @@ class SimulatedModelRunner:
         self._faults = FaultScript.parse(config.simulated.fault, rank_id)
         self._step = 0
         self._choices: list[int] = []  # token ids to choose from
+        self._pooling: PoolingKind | None = None
         self._awake = {"weights", "kv_cache"}
         self._profile: cProfile.Profile | None = None
 
@@ -55,8 +60,16 @@ class SimulatedModelRunner:
         model = read_model_dir(self._config.model)
         self._choices = model.printable_token_ids
         max_model_len = self._config.max_model_len or model.max_model_len
+        self._pooling = pooling = read_pooling_kind(self._config.model, self._config.runner)
         return ModelInfo(
-            "cpu", max_model_len, model.vocab_size, model.eos_token_ids, num_kv_blocks(self._config, max_model_len)
+            device="cpu",
+            max_model_len=max_model_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            num_kv_blocks=num_kv_blocks(self._config, max_model_len),
+            supported_tasks=("generate",) if pooling is None else ("embed",),
+            embedding_size=0 if pooling is None else pooling.size,
+            embedding_dimensions=() if pooling is None else pooling.dimensions,
         )
 
     def execute(self, batch: SchedulerOutput) -> ModelRunnerOutput:
@@ -68,6 +81,8 @@ class SimulatedModelRunner:
         for i, request in enumerate(sampling):
             if request.sampling_params.logprobs is not None:
                 output.logprobs[i] = _certain(output.token_ids[i], request.sampling_params.logprobs)
+            if request.pooling_params is not None:
+                output.vectors[i] = self._vector(request)
         if self._faults.failing_tokens:
             output.errors = self._failures(sampling)
         self._sleep(step_cost_s(self._config.simulated, batch))
@@ -127,11 +142,22 @@ class SimulatedModelRunner:
 
     def _next_token(self, request: Request) -> int:
         """The hash of everything before runs along with the request: each token is hashed once, and read at each step."""
+        return self._choices[self._hash(request) % len(self._choices)]
+
+    def _vector(self, request: Request) -> bytes:
+        assert self._pooling is not None
+        assert request.pooling_params is not None
+        rng = random.Random(self._hash(request))
+        numbers = [rng.gauss(0.0, 1.0) for _ in range(request.pooling_params.dimensions or self._pooling.size)]
+        length = math.hypot(*numbers)
+        return array("f", [number / length for number in numbers]).tobytes()
+
+    def _hash(self, request: Request) -> int:
         state = request.runner_state
         if not isinstance(state, _RunningHash):
             params = request.sampling_params
             state = request.runner_state = _RunningHash(0 if params.is_greedy else params.seed or 0, request.lora_id or "")
-        return self._choices[state.read(request.token_ids) % len(self._choices)]
+        return state.read(request.token_ids)
 
     def _failures(self, sampling: list[Request]) -> dict[int, str]:
         numbers = ((i, request.num_output_tokens + 1) for i, request in enumerate(sampling))

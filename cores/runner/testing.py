@@ -21,11 +21,11 @@ def make_tiny_llama(path: Path, seed: int = 0, **config_overrides: Any) -> Path:
     return add_random_weights(path, seed)
 
 
-def add_random_weights(path: Path, seed: int = 0) -> Path:
+def add_random_weights(path: Path, seed: int = 0, auto_class: Any = AutoModelForCausalLM) -> Path:
     """Weights for whatever model the directory's config.json describes."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
+        model = auto_class.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
         for parameter in model.parameters():
             # Far wider than a real initialisation, so that the next token depends on the whole context, and greedy output
             # does not fall into a loop of one token.

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from cores.config import ConfigError
-from cores.loader import LoadedModel, check_weights_fit
+from cores.loader import LoadedModel, check_weights_fit, needed_keys
 from cores.runner.cpu_linear import drop_packed_weights, repack_linears
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ def _check_complete(directory: str, info: dict[str, Any], known_names: frozenset
         raise ConfigError(
             f"weights in {directory!r} do not fit: {name} has the shape {list(found)}, the model's is {list(wanted)}"
         )
-    if missing := sorted(info["missing_keys"]):
+    if missing := needed_keys(info["missing_keys"]):
         raise ConfigError(f"weights in {directory!r} do not fit: {', '.join(missing[:3])} … missing")
     if surplus := sorted(set(info["unexpected_keys"]) - known_names):
         raise ConfigError(f"weights in {directory!r} do not fit: the model has no {', '.join(surplus[:3])} …")

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 def _list(args: argparse.Namespace) -> int:
     for source in CATALOGUE.values():
         state = "pulled" if is_pulled(source.name) else "not pulled"
-        print(f"{source.name:<12} {state:<12} {source.description}")
+        print(f"{source.name:<18} {state:<12} {source.description}")
     return 0
 
 

@@ -20,9 +20,14 @@ class TokenizedPrompt:
 
 async def completion_prompts(request: CompletionRequest, engine: EngineClient) -> list[TokenizedPrompt]:
     """One or more prompts, in order. Raises `InvalidRequestError`."""
-    add_special_tokens = request.add_special_tokens is not False
+    return await tokenized_prompts(split_prompts(request.prompt), engine, request.add_special_tokens is not False)
+
+
+async def tokenized_prompts(
+    texts_or_ids: Sequence[str | list[int]], engine: EngineClient, add_special_tokens: bool
+) -> list[TokenizedPrompt]:
     prompts = []
-    for prompt in split_prompts(request.prompt):
+    for prompt in texts_or_ids:
         if isinstance(prompt, str):
             prompts.append(await _tokenize(engine, prompt, add_special_tokens))
         else:
@@ -30,8 +35,8 @@ async def completion_prompts(request: CompletionRequest, engine: EngineClient) -
     return prompts
 
 
-def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """Text, a list of texts, token ids, or a list of token id lists, as a list of prompts."""
+def split_prompts(prompt: str | list[Any], param: str = "prompt") -> list[str | list[int]]:
+    """Text, a list of texts, token ids, or a list of token id lists, as a list of prompts. `param` is the field's name."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(item) for item in prompt}
@@ -40,10 +45,10 @@ def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     if kinds not in ({str}, {list}):
         got = "an empty list" if not prompt else "a mixed list"
         raise InvalidRequestError(
-            f"prompt must be text, a list of texts, token ids, or a list of token id lists, got {got}", "prompt"
+            f"{param} must be text, a list of texts, token ids, or a list of token id lists, got {got}", param
         )
     if [] in prompt:
-        raise InvalidRequestError(f"prompt[{prompt.index([])}] must not be empty", "prompt")
+        raise InvalidRequestError(f"{param}[{prompt.index([])}] must not be empty", param)
     return prompt
 
 

@@ -150,6 +150,18 @@ class UnloadLoraAdapterRequest(Struct, kw_only=True, frozen=True):
     lora_name: str
 
 
+class EmbeddingRequest(Struct, kw_only=True, frozen=True):
+    input: str | list[Any]
+    model: str | None = None
+    encoding_format: str | None = None
+    dimensions: Positive | None = None
+    user: str | None = None
+    normalize: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: Int | None = None
+    truncate_prompt_tokens: Int | None = None
+
+
 T = TypeVar("T", bound=Struct)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cores import messages as m
 from cores.codec import MAX_FRAME_BYTES, PROTOCOL_VERSION, CodecError, Message, VersionMismatchError, decode, encode
+from cores.pooling_params import PoolingParams
 from cores.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputKind, StructuredOutputs
 
 LOAD = m.RankLoad(1, 2, 300, 1, 40, 500, 12.5, 900.0)
@@ -30,6 +31,7 @@ ADD_REQUEST = m.AddRequest(
         num_original_prompt_tokens=2,
         priority=-1,
         cache_salt="salt",
+        pooling_params=PoolingParams(dimensions=8),
     ),
 )
 OUTPUTS = m.EngineCoreOutputs(
@@ -48,6 +50,7 @@ OUTPUTS = m.EngineCoreOutputs(
             1, 2, array("f", [-0.5, -1.5]), array("I", [1, 9]), array("I", [7, 8, 9, 10]), array("f", [-0.5, -1, -2, -3])
         )
     },
+    vectors={1: b"\0\0\x80\x3f"},
 )
 
 SAMPLES: list[Message] = [
@@ -92,10 +95,10 @@ def test_there_is_a_sample_of_every_message() -> None:
 # A change of these bytes is a change of the protocol: append with a default, or count PROTOCOL_VERSION up.
 GOLDEN = {
     "AddRequest": (
-        "9e0101 05 07 aa63686174636d706c2d31 c4080100000070110100"
+        "9f0101 05 07 aa63686174636d706c2d31 c4080100000070110100"
         " 85ab74656d7065726174757265cb0000000000000000 a473656564fd ae73746f705f746f6b656e5f696473920405"
         " aa6d61785f746f6b656e7309 aa6c6f6769745f626961738108cbbff8000000000000"
-        " cb41d954fc40100000 02 ff c0 a473616c74 c0 c0"
+        " cb41d954fc40100000 02 ff c0 a473616c74 c0 c0 9208c0"
     ),
     "AbortRequests": "940102 06 920708",
     "EngineCoreOutputs": (
@@ -105,6 +108,7 @@ GOLDEN = {
         " 81009194cbbfe0000000000000 01 922a2b 92cbbfe0000000000000cbc000000000000000 00"
         " 8101960102 c408000000bf0000c0bf c4080100000009000000"
         " c410070000000800000009000000 0a000000 c410000000bf000080bf000000c0000040c0"
+        " 8101c4040000803f"
     ),
     "EngineCoreDead": "94010e 920302 a3776879",
     "Shutdown": "930114 cb4004000000000000",
@@ -162,7 +166,14 @@ def test_only_parameters_that_differ_from_their_default_cross_the_wire() -> None
 
 def test_a_request_of_an_older_peer_lacks_what_was_added_since() -> None:
     values = msgpack.unpackb(encode(ADD_REQUEST), strict_map_key=False)
-    assert decode(msgpack.packb(values[:13])) == ADD_REQUEST
+    request = decode(msgpack.packb(values[:13]))
+    assert isinstance(request, m.AddRequest)
+    assert request.request == dataclasses.replace(ADD_REQUEST.request, pooling_params=None)
+
+
+def test_outputs_of_an_older_peer_lack_what_was_added_since() -> None:
+    values = msgpack.unpackb(encode(OUTPUTS), strict_map_key=False)
+    assert decode(msgpack.packb(values[:13])) == dataclasses.replace(OUTPUTS, vectors={})
 
 
 def _mutated_request(**fields: object) -> bytes:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cores.kv_cache_manager import KVCacheManager
 from cores.messages import EngineCoreRequest, Finished, FinishReason
+from cores.pooling_params import PoolingParams
 from cores.request import Request, RequestStatus
 from cores.runner.interface import ModelRunnerOutput
 from cores.scheduler import MAX_LOOK_AHEAD, MAX_PASSED_OVER, RequestUpdate, Scheduler, SchedulerConfig
@@ -27,6 +29,7 @@ class Driver:
         self.errors: dict[int, str] = {}
         self.deferred: frozenset[int] = frozenset()
         self.completed: set[int] = set()
+        self.vectors: dict[int, bytes] = {}
         self.now = 0.0
 
     def add(self, message: EngineCoreRequest) -> Request:
@@ -47,7 +50,11 @@ class Driver:
         sampling = [s.request for s in batch.scheduled if s.samples]
         described = [(s.request.key[1], s.num_tokens) for s in batch.scheduled]
         output = ModelRunnerOutput(
-            [self.choose(r) for r in sampling], errors=self.errors, deferred=self.deferred, completed=self.completed
+            [self.choose(r) for r in sampling],
+            errors=self.errors,
+            vectors=self.vectors,
+            deferred=self.deferred,
+            completed=self.completed,
         )
         self.updates: list[RequestUpdate] = self.scheduler.update(batch, output)
         self.scheduler.check_invariants()
@@ -480,3 +487,56 @@ def test_a_long_queue_for_other_adapters_is_looked_at_in_part_only() -> None:
     driver.step()
     assert far.status is RequestStatus.WAITING
     driver.run()
+
+
+# --- requests for a vector --------------------------------------------------------------------------------------------
+
+
+def embed(handle: int, prompt: Any) -> EngineCoreRequest:
+    return replace(make_request(handle, prompt), pooling_params=PoolingParams())
+
+
+def test_a_request_for_a_vector_ends_with_its_prompt_and_has_no_token() -> None:
+    driver = Driver(max_num_batched_tokens=8)
+    driver.add(embed(1, 12))
+    assert driver.step() == [(1, 8)]
+    assert driver.updates == []
+    driver.vectors = {0: b"vector"}
+    assert driver.step() == [(1, 4)]
+    (update,) = driver.updates
+    assert (update.token_id, update.vector, update.is_first) == (None, b"vector", True)
+    assert update.finished == Finished(FinishReason.STOP)
+    assert not driver.scheduler.has_work
+    stats = driver.scheduler.stats()
+    assert (stats.num_prompt_tokens, stats.num_generation_tokens) == (12, 0)
+
+
+def test_a_request_for_a_vector_may_fail_alone() -> None:
+    driver = Driver()
+    driver.add(embed(1, 3))
+    driver.add(embed(2, 3))
+    driver.errors, driver.vectors = {0: "not finite"}, {1: b"vector"}
+    driver.step()
+    assert [(u.finished.reason, u.vector) for u in driver.updates if u.finished] == [
+        (FinishReason.ERROR, None),
+        (FinishReason.STOP, b"vector"),
+    ]
+
+
+def test_a_prompt_for_a_vector_may_be_as_long_as_the_model_takes() -> None:
+    driver = Driver(max_model_len=20, num_blocks=5)
+    driver.vectors = {0: b"vector"}
+    driver.add(embed(1, 20))
+    driver.run()
+    assert driver.refuse(embed(2, 21)).error == "a prompt of 21 tokens is too long: the model takes 20 in all"
+
+
+def test_whole_prompts_wait_for_a_step_that_has_room_and_are_not_passed_over() -> None:
+    driver = Driver(max_num_batched_tokens=10, max_model_len=10, whole_prompts=True)
+    driver.vectors = dict.fromkeys(range(3), b"vector")
+    for handle, length in ((1, 6), (2, 5), (3, 1), (4, 10)):
+        driver.add(embed(handle, length))
+    assert driver.step() == [(1, 6)]  # 3 would have fitted, but it came after 2
+    assert driver.step() == [(2, 5), (3, 1)]
+    assert driver.step() == [(4, 10)]
+    assert not driver.scheduler.has_work

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from tokenizers import Tokenizer
 from cores.config import ConfigError, EngineConfig, SimulatedConfig
 from cores.engine_core import EngineCore
 from cores.messages import FinishReason, RankId
+from cores.pooling_params import PoolingParams
 from cores.request import Request
 from cores.runner.faults import FaultScript
 from cores.runner.interface import ModelRunner, ScheduledRequest, SchedulerOutput
@@ -199,3 +203,27 @@ def test_a_scripted_request_error_hits_its_token_also_of_a_continued_request(tin
     assert num_tokens == {1: 2, 2: 2, 3: 1}
     assert finished[1].reason is FinishReason.LENGTH
     assert [(finished[h].reason, finished[h].error) for h in (2, 3)] == [(FinishReason.ERROR, "simulated fault at token 3")] * 2
+
+
+# --- vectors ----------------------------------------------------------------------------------------------------------
+
+
+def test_vectors_have_length_one_and_depend_on_the_prompt_alone(tiny_model: Path) -> None:
+    config = make_config(tiny_model, runner="pooling", max_num_batched_tokens=16)
+    runner = SimulatedModelRunner(config, RANK, sleep=lambda _: None)
+    info = runner.load()
+    assert (info.supported_tasks, info.embedding_size) == (("embed",), 64)
+    core = EngineCore(RANK, config, info, runner, ManualClock())
+    for handle, prompt in ((1, [7] * 40), (2, [8]), (3, [7] * 40)):
+        core.add_request(0, replace(make_request(handle, prompt), pooling_params=PoolingParams()))
+    vectors: dict[int, array[float]] = {}
+    while core.has_work:
+        for outputs in core.step().values():
+            vectors |= {outputs.handles[row]: array("f", vector) for row, vector in outputs.vectors.items()}
+    assert vectors[1] == vectors[3] != vectors[2]
+    assert [math.hypot(*vector) for vector in vectors.values()] == pytest.approx([1.0] * 3)
+
+
+def test_a_text_model_makes_text_unless_told_otherwise(tiny_model: Path) -> None:
+    info = SimulatedModelRunner(make_config(tiny_model), RANK).load()
+    assert (info.supported_tasks, info.embedding_size) == (("generate",), 0)

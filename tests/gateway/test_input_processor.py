@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cores.pooling_params import PoolingParams
 from cores.sampling_params import SamplingParams, StructuredOutputKind, StructuredOutputs
 from cores.testing import make_tiny_tokenizer
 from gateway.engine_client import ModelConfig
@@ -145,3 +146,41 @@ async def test_a_context_that_is_too_long_has_openais_code() -> None:
 
 async def test_bad_parameters_are_refused_before_the_prompt_is_tokenized() -> None:
     assert (await refusal("\ud800", temperature=-1.0)).param == "temperature"
+
+
+# --- prompts that become vectors --------------------------------------------------------------------------------------
+
+
+def make_embedding_processor(dimensions: tuple[int, ...] = ()) -> InputProcessor:
+    model = ModelConfig("tiny", "tiny", MAX_MODEL_LEN, VOCAB_SIZE, (2,), 0, ("embed",), 32, dimensions)
+    return InputProcessor(model, Renderer(TOKENIZER, None), random.Random(0))
+
+
+async def test_a_prompt_for_a_vector_may_fill_the_context() -> None:
+    processor = make_embedding_processor()
+    assert len((await processor.process_pooling([5] * MAX_MODEL_LEN, PoolingParams())).prompt_token_ids) == MAX_MODEL_LEN
+    with pytest.raises(InvalidRequestError, match=r"has 21 tokens, but the model's context length is 20 tokens$"):
+        await processor.process_pooling([5] * (MAX_MODEL_LEN + 1), PoolingParams())
+
+
+@pytest.mark.parametrize(
+    ("supported", "wanted", "message"),
+    [
+        ((), 32, None),
+        ((), 8, "dimensions must be one of 32 with this model, got 8"),
+        ((8, 16), 16, None),
+        ((8, 16), 12, "dimensions must be one of 8, 16 with this model, got 12"),
+        (tuple(range(1, 33)), 12, None),
+        (tuple(range(1, 33)), 33, "dimensions must be from 1 to 32 with this model, got 33"),
+    ],
+)
+async def test_vectors_are_cut_only_where_the_model_was_trained_for_it(
+    supported: tuple[int, ...], wanted: int, message: str | None
+) -> None:
+    processing = make_embedding_processor(supported).process_pooling([5], PoolingParams(dimensions=wanted))
+    if message is None:
+        await processing
+    else:
+        with pytest.raises(InvalidRequestError, match=message) as caught:
+            await processing
+        assert caught.value.param == "dimensions"

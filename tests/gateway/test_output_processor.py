@@ -16,7 +16,7 @@ from cores.sampling_params import RequestOutputKind, SamplingParams
 from cores.testing import make_tiny_tokenizer
 from gateway.errors import EngineDeadError, EngineGenerateError, OverloadedError
 from gateway.output_processor import FinishedRequest, OutputProcessor, ProcessedOutputs, TokenTimes
-from gateway.outputs import CompletionOutput, RequestOutput
+from gateway.outputs import CompletionOutput, RequestOutput, to_pooling_output
 from gateway.parallel_sampling import ParentRequest
 from gateway.tokenizer import Tokenizer
 
@@ -317,6 +317,25 @@ def test_an_error_of_one_child_fails_the_request_and_aborts_its_siblings(process
     assert str(sink.error) == "NaN in the logits"
     assert other.text() == "b"
     assert processor.counters.failed == 1
+
+
+def test_a_vector_ends_its_request_and_counts_its_prompt(processor: OutputProcessor) -> None:
+    sink = add_request(processor, 1, output_kind=FINAL_ONLY)
+    row = outputs([(1, [])], finished={0: Finished(FinishReason.STOP)})
+    row.vectors[0] = b"\0\0\x80\x3f"
+    done = feed(processor, row)
+    (output,) = sink.outputs
+    assert (output.finished, output.outputs[0].vector, output.outputs[0].text) == (True, b"\0\0\x80\x3f", "")
+    assert to_pooling_output(output).values == [1.0]
+    assert done.finished_handles == [1]
+    assert (processor.counters.finished_stop, processor.counters.prompt_tokens) == (1, len(output.prompt_token_ids))
+
+
+def test_an_aborted_request_has_no_vector_and_may_come_again(processor: OutputProcessor) -> None:
+    sink = add_request(processor, 1, output_kind=FINAL_ONLY)
+    processor.abort("request")
+    with pytest.raises(OverloadedError, match="abort"):
+        to_pooling_output(sink.outputs[0])
 
 
 def test_a_request_that_came_too_late_to_a_rank_may_come_again(processor: OutputProcessor) -> None:

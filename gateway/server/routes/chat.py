@@ -26,6 +26,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     engine = state.require_engine()
     body = await read_body(request, _decoder)
     model = state.resolve_model(body.model)
+    engine.model_config.check_task("generate")
     params = to_sampling_params(body)
     routing = Routing.from_request(request, request_id)
     # Before the work of rendering and tokenizing, which an overloaded server cannot afford for nothing.

@@ -26,6 +26,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     engine = state.require_engine()
     body = await read_body(request, _decoder)
     model = state.resolve_model(body.model)
+    engine.model_config.check_task("generate")
     params = to_sampling_params(body)
     routing = Routing.from_request(request, request_id)
     engine.check_admission(params.n * len(split_prompts(body.prompt)))
