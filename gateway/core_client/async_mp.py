@@ -336,6 +336,7 @@ class AsyncMPClient(EngineCoreClient):
                     self._note_eligible()  # it may have been resumed
                 life.health.on_sign_of_life(now, message.step, has_work)
                 self._on_load(life, message.step, message.command_seq, message.load, now)
+                self._note_eligible()  # it may have been resumed
             case m.EngineCoreDead():
                 self._declare_dead(message.rank_id, message.cause or "it was shut down")
             case m.UtilityResult():
