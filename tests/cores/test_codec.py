@@ -102,7 +102,7 @@ GOLDEN = {
     ),
     "AbortRequests": "940102 06 920708",
     "EngineCoreOutputs": (
-        "9e010b 920302 0b 05 980102cd012c0128cd01f4cb4029000000000000cb408c200000000000"
+        "9f010b 920302 0b 05 980102cd012c0128cd01f4cb4029000000000000cb408c200000000000"
         " c4080700000008000000 c4042a000000 c4080100000000000000"
         " 81009210cb3fe0000000000000 81019303c0a76e6f20726f6f6d"
         " 81009194cbbfe0000000000000 01 922a2b 92cbbfe0000000000000cbc000000000000000 00"
@@ -139,11 +139,11 @@ def test_a_field_that_an_older_peer_does_not_know_takes_its_default() -> None:
     assert decode(frame) == m.GroupState(4, (m.RankRecord(0, 1, "ready"),))
 
 
-def test_outputs_of_an_older_engine_have_no_log_probabilities_of_prompts() -> None:
+def test_outputs_of_an_older_engine_lack_what_was_added_since() -> None:
     values = msgpack.unpackb(encode(OUTPUTS), strict_map_key=False)
     outputs = decode(msgpack.packb(values[:13]))
     assert isinstance(outputs, m.EngineCoreOutputs)
-    assert outputs.prompt_logprobs == {}
+    assert (outputs.prompt_logprobs, outputs.vectors) == ({}, {})
 
 
 def test_every_kind_of_parameter_survives_the_way() -> None:
@@ -169,11 +169,6 @@ def test_a_request_of_an_older_peer_lacks_what_was_added_since() -> None:
     request = decode(msgpack.packb(values[:13]))
     assert isinstance(request, m.AddRequest)
     assert request.request == dataclasses.replace(ADD_REQUEST.request, pooling_params=None)
-
-
-def test_outputs_of_an_older_peer_lack_what_was_added_since() -> None:
-    values = msgpack.unpackb(encode(OUTPUTS), strict_map_key=False)
-    assert decode(msgpack.packb(values[:13])) == dataclasses.replace(OUTPUTS, vectors={})
 
 
 def _mutated_request(**fields: object) -> bytes:

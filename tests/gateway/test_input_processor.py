@@ -152,7 +152,10 @@ async def test_bad_parameters_are_refused_before_the_prompt_is_tokenized() -> No
 
 
 def make_embedding_processor(dimensions: tuple[int, ...] = ()) -> InputProcessor:
-    model = ModelConfig("tiny", "tiny", MAX_MODEL_LEN, VOCAB_SIZE, (2,), 0, ("embed",), 32, dimensions)
+    model = ModelConfig(
+        "tiny", "tiny", MAX_MODEL_LEN, VOCAB_SIZE, (2,), created=0, supported_tasks=("embed",), embedding_size=32,
+        embedding_dimensions=dimensions,
+    )  # fmt: skip
     return InputProcessor(model, Renderer(TOKENIZER, None), random.Random(0))
 
 
