@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -35,6 +36,10 @@ def test_real_model_on_two_ray_actors_answers_streams_and_goes_on_when_a_rank_di
         assert all("Paris" in text for text in texts)
         assert len(set(texts)) == 1
 
+        assert fill_in(client, {"city": {"enum": ["Paris", "London"]}, "people": {"type": "integer", "minimum": 1}}) == "Paris"
+        with pytest.raises(openai.BadRequestError, match=r"response_format: Invalid type: integerr"):
+            fill_in(client, {"city": {"type": "integerr"}})
+
         undisturbed = tell_a_story(client, lambda: None)
         moved = tell_a_story(client, lambda: os.kill(server.rank(0)["pid"], signal.SIGKILL))
         assert moved == undisturbed
@@ -58,6 +63,19 @@ def tell_a_story(client: openai.OpenAI, at_the_third_chunk: Callable[[], None]) 
         text += chunk.choices[0].delta.content or ""
     assert text
     return text
+
+
+def fill_in(client: openai.OpenAI, properties: dict[str, Any]) -> str:
+    """The city of a JSON answer that has these fields and no others."""
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    answer = client.chat.completions.create(
+        model="smollm2", messages=CAPITAL, temperature=0, max_tokens=40,
+        response_format={"type": "json_schema", "json_schema": {"name": "capital", "schema": schema}},
+    )  # fmt: skip
+    value = json.loads(answer.choices[0].message.content)
+    assert value.keys() == properties.keys()
+    assert answer.choices[0].finish_reason == "stop"
+    return value["city"]
 
 
 def ask(client: openai.OpenAI, rank: int | None, stream: bool) -> str:
