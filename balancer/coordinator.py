@@ -20,7 +20,7 @@ import zmq
 
 from balancer.coordinator_state import CoordinatorState
 from cores import codec
-from cores.log import set_up_logging
+from cores.log import is_worth_a_line, set_up_logging
 from cores.messages import MemberLeft, MemberReport
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class DPCoordinator:
 
     def _count_malformed(self, why: str) -> None:
         self.num_malformed += 1
-        if self.num_malformed & (self.num_malformed - 1) == 0:  # the 1st, 2nd, 4th, 8th: a flood must not fill the log
+        if is_worth_a_line(self.num_malformed):
             logger.warning("dropped malformed frame %d: %s", self.num_malformed, why)
 
 

@@ -8,6 +8,11 @@ import sys
 LEVELS = ("debug", "info", "warning", "error")
 
 
+def is_worth_a_line(count: int) -> bool:
+    """For what a broken peer can repeat without end: its 1st, 2nd, 4th, 8th time, so that a flood does not fill the disk."""
+    return count & (count - 1) == 0
+
+
 def set_up_logging(level: str = "info") -> None:
     logging.basicConfig(
         stream=sys.stderr,

@@ -24,7 +24,7 @@ from cores.codec import encode
 from cores.config import from_plain
 from cores.launch.child_process import end_with_parent, read_task
 from cores.log import set_up_logging
-from cores.messages import FrontEndFailed, FrontEndReady
+from cores.messages import FrontEndFailed, FrontEndReady, front_end_identity
 from gateway.admission import SharedSlots
 from gateway.async_llm import AsyncLLM
 from gateway.config import ConfigError, GatewayConfig
@@ -149,6 +149,7 @@ class FrontEnd:
             return
         with zmq.Context() as context, context.socket(zmq.DEALER) as control:
             control.setsockopt(zmq.LINGER, int(1000 * LAST_WORDS_S))
+            control.setsockopt(zmq.IDENTITY, front_end_identity(self.place.index))
             control.connect(self.place.control_address)
             control.send(encode(FrontEndFailed(self.place.index, cause)))
 

@@ -28,6 +28,7 @@ from balancer.load import RoutingRequest
 from balancer.rank_health import RankHealth, RankState
 from cores import messages as m
 from cores.codec import CodecError, decode, encode
+from cores.log import is_worth_a_line
 from gateway.config import GatewayConfig
 from gateway.core_client.base import (
     EngineCoreClient,
@@ -244,7 +245,8 @@ class AsyncMPClient(EngineCoreClient):
             return decode(frame)
         except CodecError as error:
             self.num_malformed_frames += 1
-            logger.warning("dropped a malformed frame (%d so far): %s", self.num_malformed_frames, error)
+            if is_worth_a_line(self.num_malformed_frames):
+                logger.warning("dropped a malformed frame (%d so far): %s", self.num_malformed_frames, error)
             return None
 
     def _on_command_socket(self, frames: list[bytes]) -> None:
@@ -253,11 +255,12 @@ class AsyncMPClient(EngineCoreClient):
         if not isinstance(message, m.EngineReady):
             return
         rank = self._ranks.get(message.rank_id.rank)
-        if rank is None or message.rank_id.epoch < rank.life.rank_id.epoch:
+        # Nobody but a life itself may announce it: a newer one ends the one before.
+        if rank is None or identity != message.rank_id.identity or message.rank_id.epoch < rank.life.rank_id.epoch:
             self.num_stale_frames += 1
             return
         life = self._life_for(rank, message.rank_id)
-        if identity != life.rank_id.identity or life.ready is not None or life.health.state == RankState.DEAD:
+        if life.ready is not None or life.health.state == RankState.DEAD:
             self.num_stale_frames += 1
             return
         self._on_engine_ready(life, message)

@@ -9,12 +9,38 @@ from collections.abc import Callable
 import zmq
 
 from cores.codec import MAX_FRAME_BYTES, Message, decode, encode
+from cores.log import is_worth_a_line
+from cores.messages import (
+    EngineCoreDead,
+    EngineReady,
+    EngineStarting,
+    FrontEndFailed,
+    FrontEndHello,
+    FrontEndReady,
+    front_end_identity,
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
 LINGER_MS = 200  # an order to end is worth a moment
 
 OnMessage = Callable[[bytes, Message], None]
+
+
+def check_sender(identity: bytes, message: Message) -> None:
+    """Everybody speaks for itself: an engine core of its own life, a front end of itself and of what it sees of ranks.
+
+    Raises `ValueError` for the message of somebody else.
+    """
+    match message:
+        case EngineStarting() | EngineReady() | EngineCoreDead():
+            is_its_own = identity == message.rank_id.identity
+        case FrontEndHello() | FrontEndReady() | FrontEndFailed():
+            is_its_own = identity == front_end_identity(message.index)
+        case _:
+            is_its_own = identity.startswith(b"front-end-")
+    if not is_its_own:
+        raise ValueError(f"it cannot say {type(message).__name__} for another")
 
 
 class ControlSocket:
@@ -49,9 +75,14 @@ class ControlSocket:
             try:
                 (frame,) = frames
                 message = decode(frame)
-            except ValueError as error:  # not one frame, or not one of ours
+                check_sender(identity, message)
+            except ValueError as error:  # not one frame, not one of ours, or not its own
                 self.num_malformed += 1
-                logger.error("control socket: dropped a malformed message of %r: %s", identity, error)
+                if is_worth_a_line(self.num_malformed):
+                    logger.error(
+                        "control socket: dropped a malformed message of %r (%d so far): %s",
+                        identity, self.num_malformed, error,
+                    )  # fmt: skip
                 continue
             self._on_message(identity, message)
 

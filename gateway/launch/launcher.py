@@ -180,7 +180,7 @@ class Launcher:
                 self._ranks.on_message(message)
                 if isinstance(message, EngineStarting):
                     self._attach_front_ends(message.rank_id)
-            case FrontEndHello() | FrontEndReady() | FrontEndFailed() if message.index < len(self._front_ends):
+            case FrontEndHello() | FrontEndReady() | FrontEndFailed() if 0 <= message.index < len(self._front_ends):
                 self._front_ends[message.index].on_message(message)
             case _:
                 logger.warning("control socket: %r sent %s, which is not for a launcher", identity, type(message).__name__)

@@ -9,7 +9,16 @@ import zmq
 import zmq.asyncio
 
 from cores.codec import Message, decode, encode
-from cores.messages import EngineStarting, RankDied, RankId, Shutdown, front_end_identity
+from cores.messages import (
+    EngineCoreDead,
+    EngineStarting,
+    FrontEndFailed,
+    FrontEndHello,
+    RankDied,
+    RankId,
+    Shutdown,
+    front_end_identity,
+)
 from gateway.launch.control import ControlSocket
 
 DEADLINE_S = 20.0
@@ -101,3 +110,37 @@ async def test_restarted_peer_takes_over_the_name_of_the_dead_one(place: Place) 
     assert place.control.send(b"front-end-0", Shutdown(2.0))
     async with asyncio.timeout(DEADLINE_S):
         assert decode(await new.recv()) == Shutdown(2.0)
+
+
+@pytest.mark.parametrize(
+    ("sender", "message"),
+    [
+        (b"anybody", EngineCoreDead(RankId(0, 1), "made up")),
+        (b"rank-1-1", EngineCoreDead(RankId(0, 1), "made up")),
+        (b"rank-0-1", EngineCoreDead(RankId(0, 2), "made up")),
+        (b"rank-0-1", RankDied(RankId(0, 1), "made up")),
+        (b"anybody", FrontEndFailed(0, "made up")),
+        (b"front-end-1", FrontEndHello(0, 1, "ipc://in", "ipc://out")),
+    ],
+)
+async def test_nobody_speaks_for_another(place: Place, sender: bytes, message: Message) -> None:
+    await place.peer(sender).send(encode(message))
+    honest = place.peer(b"front-end-0")
+    await honest.send(encode(FrontEndFailed(0, "true")))
+    await place.until(1)
+    async with asyncio.timeout(DEADLINE_S):
+        while not place.control.num_malformed:
+            await asyncio.sleep(0.005)
+    assert place.received == [(b"front-end-0", FrontEndFailed(0, "true"))]
+
+
+async def test_flood_of_malformed_messages_is_counted_and_does_not_fill_the_log(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = place.peer(b"front-end-0")
+    for _ in range(1000):
+        await peer.send(b"garbage")
+    await peer.send(encode(RankDied(RankId(0, 1), "cause")))
+    await place.until(1)
+    assert place.control.num_malformed == 1000
+    assert len([r for r in caplog.records if "malformed" in r.getMessage()]) == 10

@@ -178,3 +178,21 @@ async def test_a_client_whose_own_clockwork_fails_says_that_it_is_dead(group: Fa
     assert {type(message) for message in received[:2]} == {EngineDied}
     assert isinstance(received[2], EngineFailed)
     assert "a wheel is off" in (group.client.failure or "")
+
+
+async def test_nobody_but_a_rank_itself_announces_its_next_life(group: FakeGroup) -> None:
+    somebody = await group.begin_life(RankId(7, 1))
+    await group.until(lambda: group.client.num_stale_frames == 1)  # there is no rank 7
+    somebody.rank_id = RankId(0, 2)
+    await somebody.say_ready()
+    await group.until(lambda: group.client.num_stale_frames == 2)
+    assert (group.state(0), group.add_request(pinned_rank=0)[1]) == ("ready", ZERO)
+
+
+async def test_flood_of_malformed_frames_is_counted_and_does_not_fill_the_log(
+    group: FakeGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    for i in range(1000):
+        await group.engines[0].say_bytes(b"garbage %d" % i)
+    await group.until(lambda: group.client.num_malformed_frames == 1000)
+    assert len([r for r in caplog.records if "malformed" in r.getMessage()]) == 10
