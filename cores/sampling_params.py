@@ -12,6 +12,8 @@ from typing import Any
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024  # it goes to an engine once for each of n sequences
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 64
 MAX_SEED = 2**63 - 1
@@ -121,6 +123,8 @@ class SamplingParams:
             raise InvalidParameterError("stop", f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}")
         if "" in self.stop:
             raise InvalidParameterError("stop", "stop strings must not be empty")
+        _check_length("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        _check_length("logit_bias", self.logit_bias or (), MAX_LOGIT_BIAS)
         _check_bad_words(self.bad_words)
         for token_id in self.stop_token_ids:
             _check_range("stop_token_ids", token_id, 0, None)
@@ -155,6 +159,11 @@ def _check_range(name: str, value: float | None, low: float | None, high: float 
     if math.isnan(value) or (low is not None and value < low) or (high is not None and value > high):
         allowed = f"at least {low}" if high is None else f"between {low} and {high}"
         raise InvalidParameterError(name, f"{name} must be {allowed}, got {value}")
+
+
+def _check_length(name: str, values: Collection[object], max_length: int) -> None:
+    if len(values) > max_length:
+        raise InvalidParameterError(name, f"{name} takes at most {max_length} entries, got {len(values)}")
 
 
 def _check_bad_words(words: tuple[str, ...]) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -180,6 +181,7 @@ def main() -> int:
     orders = read_task()
     end_with_parent()
     set_up_logging(orders["log_level"])
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # batches of one need no pool of a thread per core
     return uvloop.run(run_front_end(orders))
 
 

@@ -120,6 +120,12 @@ class InputProcessor:
         if params.allowed_token_ids is not None:
             if not params.allowed_token_ids:
                 raise InvalidRequestError("allowed_token_ids must not be empty", "allowed_token_ids")
+            if len(params.allowed_token_ids) > self._model.vocab_size:
+                raise InvalidRequestError(
+                    f"allowed_token_ids takes at most the {self._model.vocab_size} ids of the vocabulary,"
+                    f" got {len(params.allowed_token_ids)}",
+                    "allowed_token_ids",
+                )
             self._check_token_ids("allowed_token_ids", params.allowed_token_ids)
 
     def _check_dimensions(self, dimensions: int | None) -> None:

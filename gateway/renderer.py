@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -22,6 +23,7 @@ from gateway.errors import InvalidRequestError
 from gateway.tokenizer import Tokenizer, read_json
 
 LONG_TEXT_CHARS = 2_000  # about 0.7 ms of tokenizing: longer ones would keep the loop from others' tokens
+MAX_THREADS = 4
 MAX_RENDERED_CHARS = 16 * 1024 * 1024  # no context window holds as much; a template that loops ends here
 # Stands behind the final message while it is rendered: what the template writes after it is to be cut off.
 _END_OF_CONTENT = "\ue000end of content\ue000"
@@ -111,8 +113,8 @@ class Renderer:
         if len(text) <= LONG_TEXT_CHARS:
             return self.encode(text, add_special_tokens)
         if self._executor is None:
-            # One thread: tokenizing holds the GIL for half of its time, so a second one would mostly slow the loop.
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+            # A few: a prompt that takes seconds must not hold up everybody's, nor all of them take the cores of the engines.
+            self._executor = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="tokenizer")
         return await asyncio.get_running_loop().run_in_executor(self._executor, self.encode, text, add_special_tokens)
 
     def close(self) -> None:

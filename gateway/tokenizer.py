@@ -88,7 +88,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Raises `InvalidRequestError` for text that is no Unicode: a JSON string may hold half of a surrogate pair."""
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # As a batch of one: unlike `encode` it lets go of the GIL, and without offsets it takes half the time.
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:
             try:
                 text.encode()

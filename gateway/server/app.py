@@ -104,6 +104,8 @@ def _http_logger() -> logging.Logger:
 
 def _shorten_bad_requests(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, web.RequestPayloadError):
+        return False  # met again behind the 400 that its sender got: `edge` has told of it
     if isinstance(error, HttpProcessingError):
         summary = str(error.message).partition("\n")[0]
         record.msg, record.args, record.exc_info = f"{record.getMessage()}: {summary}", (), None

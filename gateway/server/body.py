@@ -20,7 +20,7 @@ async def read_body(request: web.Request, decoder: BodyDecoder[T]) -> T:
     except TimeoutError:
         raise InvalidRequestError(f"the body did not arrive within {timeout_s:g} s", status=408, code="body_timeout") from None
     except (ClientPayloadError, web.RequestPayloadError) as error:
-        raise InvalidRequestError(f"the body cannot be read: {error}", code="invalid_body") from None
+        raise InvalidRequestError(f"the body cannot be read: {' '.join(str(error).split())}", code="invalid_body") from None
     if not body:
         raise InvalidRequestError("the request has no body; send a JSON object", code="invalid_json")
     return decoder.decode(body)

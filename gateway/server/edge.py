@@ -16,7 +16,8 @@ from gateway.version import __version__
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "X-Request-Id"
-MAX_REQUEST_ID_LENGTH = 256
+MAX_ID_LENGTH = 256
+PLAIN_ID = f"1 to {MAX_ID_LENGTH} printable ASCII characters"
 SERVER_NAME = f"gateway/{__version__}"
 
 
@@ -31,7 +32,7 @@ async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
     except ClientConnectionResetError:
         raise  # nobody is left to be told
     except Exception as error:
-        failure = to_failure(error, f"{request.method} {request.path}")
+        failure = to_failure(error, f"{request.method} {_path(request)}")
         _log(request, failure, error)
         return failure.response()
     finally:
@@ -50,12 +51,15 @@ def _request_id(request: web.Request) -> str:
     given = request.headers.get(REQUEST_ID_HEADER)
     if given is None:
         return uuid.uuid4().hex
-    if not (0 < len(given) <= MAX_REQUEST_ID_LENGTH and given.isascii() and given.isprintable()):
+    if not is_plain_id(given):
         request[REQUEST_ID] = uuid.uuid4().hex
-        raise InvalidRequestError(
-            f"{REQUEST_ID_HEADER} must be 1 to {MAX_REQUEST_ID_LENGTH} printable ASCII characters", REQUEST_ID_HEADER
-        )
+        raise InvalidRequestError(f"{REQUEST_ID_HEADER} must be {PLAIN_ID}", REQUEST_ID_HEADER)
     return given
+
+
+def is_plain_id(text: str) -> bool:
+    """Whether an id that a client made up can be sent on and written into a log."""
+    return 0 < len(text) <= MAX_ID_LENGTH and text.isascii() and text.isprintable()
 
 
 def _authorize(request: web.Request) -> None:
@@ -68,8 +72,18 @@ def _authorize(request: web.Request) -> None:
 def _log(request: web.Request, failure: Failure, error: Exception) -> None:
     """One line per failed request; a traceback only for our own bugs."""
     level = logging.ERROR if failure.is_bug else logging.WARNING if failure.status >= 500 else logging.INFO
-    text = str(error) if failure.is_bug else failure.message
+    text = one_line(str(error) if failure.is_bug else failure.message)
     logger.log(
-        level, "request %s: %s %s failed: %d %s", request[REQUEST_ID], request.method, request.path, failure.status, text,
+        level, "request %s: %s %s failed: %d %s", request[REQUEST_ID], request.method, _path(request), failure.status, text,
         exc_info=error if failure.is_bug else None,
     )  # fmt: skip
+
+
+def _path(request: web.Request) -> str:
+    """As it was sent: decoded, it may hold line breaks and terminal escapes, and a client could write lines of our log."""
+    return request.rel_url.raw_path
+
+
+def one_line(text: str) -> str:
+    """The same for what a client has sent otherwise."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -12,6 +12,7 @@ from cores.sampling_params import SamplingParams
 from gateway.engine_client import EngineClient
 from gateway.errors import InvalidRequestError
 from gateway.outputs import RequestOutput
+from gateway.server.edge import PLAIN_ID, is_plain_id
 from gateway.server.prompts import TokenizedPrompt
 
 TRACE_HEADERS = ("traceparent", "tracestate")
@@ -32,7 +33,7 @@ class Routing:
         headers = request.headers
         trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
         rank = _rank(headers.get("X-data-parallel-rank"))
-        return cls(request_id, rank, headers.get("X-Session-Id"), trace or None)
+        return cls(request_id, rank, _session_id(headers.get("X-Session-Id")), trace or None)
 
 
 def _rank(text: str | None) -> int | None:
@@ -44,6 +45,13 @@ def _rank(text: str | None) -> int | None:
             f"X-data-parallel-rank must be a rank number of at least 0, got {text!r}", "X-data-parallel-rank"
         )
     return int(text)
+
+
+def _session_id(text: str | None) -> str | None:
+    # It goes to an engine as UTF-8, which not every header can be turned into.
+    if text is not None and not is_plain_id(text):
+        raise InvalidRequestError(f"X-Session-Id must be {PLAIN_ID}", "X-Session-Id")
+    return text
 
 
 def generate(

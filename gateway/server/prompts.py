@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,20 @@ class TokenizedPrompt:
     text: str | None  # None: it came as token ids
 
 
+MAX_SEQUENCES = 2048  # of one request: a body of 60 kB can ask for a million, and none of them could be refused one by one
+
+
+def check_num_sequences(num_prompts: int, n: int) -> int:
+    """How many sequences a request makes. Raises `InvalidRequestError` for too many."""
+    num_sequences = num_prompts * n
+    if num_sequences > MAX_SEQUENCES:
+        raise InvalidRequestError(
+            f"prompt: {num_prompts} prompts with n = {n} make {num_sequences} sequences; at most {MAX_SEQUENCES} are allowed",
+            "prompt",
+        )
+    return num_sequences
+
+
 async def completion_prompts(request: CompletionRequest, engine: EngineClient) -> list[TokenizedPrompt]:
     """One or more prompts, in order. Raises `InvalidRequestError`."""
     return await tokenized_prompts(split_prompts(request.prompt), engine, request.add_special_tokens is not False)
@@ -30,6 +45,7 @@ async def tokenized_prompts(
     for prompt in texts_or_ids:
         if isinstance(prompt, str):
             prompts.append(await _tokenize(engine, prompt, add_special_tokens))
+            await asyncio.sleep(0)  # of many short ones none is long enough for a thread, but all together are
         else:
             prompts.append(TokenizedPrompt(prompt, None))
     return prompts

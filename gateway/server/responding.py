@@ -51,8 +51,8 @@ async def _stream(
     # Nothing is sent before the first output: until then an error is an ordinary HTTP answer, and then the rank is known.
     first = await anext(outputs)
     response = web.StreamResponse(headers=SSE_HEADERS | _rank_header(first))
-    await response.prepare(request)
     try:
+        await response.prepare(request)
         try:
             end = await _write_outputs(request, response, first, outputs, encoder)
         except ClientConnectionResetError:

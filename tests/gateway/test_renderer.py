@@ -223,3 +223,15 @@ async def test_bad_text_is_refused_from_the_thread_too() -> None:
     with pytest.raises(InvalidRequestError, match="lone surrogate"):
         await renderer.encode_async("a" * LONG_TEXT_CHARS + "\udc00", False)
     renderer.close()
+
+
+async def test_the_loop_turns_while_a_long_prompt_is_tokenized() -> None:
+    renderer = make_renderer(None)
+    text = "".join(map(chr, range(0x100, 0x3000))) * 10  # half a second of work
+    tokenizing = asyncio.create_task(renderer.encode_async(text, add_special_tokens=False))
+    num_turns = 0
+    while not tokenizing.done():
+        await asyncio.sleep(0.001)
+        num_turns += 1
+    renderer.close()
+    assert num_turns > 5, "the tokenizer kept the interpreter's lock"

@@ -10,7 +10,7 @@ from gateway.engine_client import EngineClient
 from gateway.server.answers import COMPLETION, Answer
 from gateway.server.body import read_body
 from gateway.server.generation import Routing, generate
-from gateway.server.prompts import TokenizedPrompt, completion_prompts, split_prompts
+from gateway.server.prompts import TokenizedPrompt, check_num_sequences, completion_prompts, split_prompts
 from gateway.server.responding import respond
 from gateway.server.sampling import to_sampling_params
 from gateway.server.schema import BodyDecoder, CompletionRequest
@@ -29,7 +29,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     engine.model_config.check_task("generate")
     params = to_sampling_params(body)
     routing = Routing.from_request(request, request_id)
-    engine.check_admission(params.n * len(split_prompts(body.prompt)))
+    engine.check_admission(check_num_sequences(len(split_prompts(body.prompt)), params.n))
     prompts = await completion_prompts(body, engine)
     options = body.stream_options
     answer = Answer(

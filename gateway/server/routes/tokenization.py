@@ -32,6 +32,7 @@ async def tokenize(request: web.Request) -> web.Response:
         raise InvalidRequestError("exactly one of prompt and messages is required", "prompt")
     ids: Sequence[int]
     if body.prompt is not None:
+        engine.input_processor.check_text(body.prompt)
         ids = await engine.renderer.encode_async(body.prompt, body.add_special_tokens is not False)
     else:
         ids = (await chat_prompt(body, engine)).token_ids
@@ -52,7 +53,11 @@ async def detokenize(request: web.Request) -> web.Response:
     engine = state.require_engine()
     body = await read_body(request, _detokenize_decoder)
     state.resolve_model(body.model)
-    vocab_size = engine.model_config.vocab_size
+    max_model_len, vocab_size = engine.model_config.max_model_len, engine.model_config.vocab_size
+    if len(body.tokens) > max_model_len:
+        raise InvalidRequestError(
+            f"tokens takes at most {max_model_len} ids, the model's context length, got {len(body.tokens)}", "tokens"
+        )
     if too_large := [token_id for token_id in body.tokens if token_id >= vocab_size]:
         raise InvalidRequestError(f"tokens must be below the vocabulary's size {vocab_size}, got {too_large[0]}", "tokens")
     return json_response({"prompt": engine.renderer.tokenizer.decode(body.tokens, skip_special_tokens=False)})

@@ -216,3 +216,36 @@ async def test_load_counts_requests_in_flight(serve: Any) -> None:
     request.put("hi", finish_reason="stop")
     await asyncio.wait_for(request.ended.wait(), DEADLINE_S)
     assert json.loads((await served.get("/load"))[1]) == {"server_load": 0}
+
+
+@pytest.mark.parametrize("bad", [b"", b"x" * 257, b"\xff\xfe", "é".encode()])
+async def test_a_session_id_that_no_engine_can_be_sent_is_refused_and_no_internal_error(serve: Any, bad: bytes) -> None:
+    served = await serve()
+    payload = json.dumps(BODY).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: t\r\nConnection: close\r\nContent-Length: {len(payload)}\r\nX-Session-Id: "
+    head, body = await answer_to(served, head.encode() + bad + b"\r\n\r\n" + payload)
+    assert head.startswith(b"HTTP/1.1 400")
+    assert json.loads(body)["error"]["param"] == "X-Session-Id"
+
+
+async def test_a_path_with_line_breaks_writes_no_lines_of_its_own_into_the_log(
+    serve: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = await serve()
+    with caplog.at_level(logging.INFO):
+        _, body = await answer_to(served, b"GET /a%0aERROR%20forged%1b[31m HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n")
+        await served.post(CHAT, {**BODY, "chat_template_kwargs": {"a\nERROR forged": 1}, "continue_final_message": True})
+    assert "/a%0aERROR%20forged%1b" in json.loads(body)["error"]["message"]
+    assert all(line.isprintable() for line in caplog.messages)
+
+
+async def test_a_broken_compressed_body_is_one_line_in_the_log(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    served = await serve()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: t\r\nConnection: close\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\n"
+    with caplog.at_level(logging.INFO):
+        head, body = await answer_to(served, head.encode() + b"nogzi")
+        await served.server.stop(1.0)  # what is behind the answer has been logged, too
+    assert head.startswith(b"HTTP/1.1 400")
+    assert json.loads(body)["error"]["code"] == "invalid_body"
+    assert len(caplog.records) == 1
+    assert caplog.records[0].exc_info is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from typing import Any
 
@@ -286,3 +287,17 @@ async def test_a_unix_socket_serves_too(tmp_path: Any) -> None:
     ):
         assert (await response.json())["choices"][0]["message"]["content"] == "hi"
     await server.stop(1.0)
+
+
+async def test_a_client_that_resets_before_its_streams_head_leaves_no_traceback(
+    serve: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = await serve(waits)
+    await served.raw(raw_chat(stream=True))
+    request = await served.engine.next_request()
+    request.put("Hel")  # wakes the handler, which finds the connection gone before it is told so
+    for protocol in served.state.busy_connections:
+        protocol.transport.abort()
+    await asyncio.wait_for(request.ended.wait(), DEADLINE_S)
+    await served.server.stop(1.0)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []

@@ -31,6 +31,8 @@ async def test_bad_requests_name_the_field(serve: Any) -> None:
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"prompt": "a" * 1001}, "prompt"),  # it would take time and memory without bound
+        ("/detokenize", {"tokens": [97] * 1001}, "tokens"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": ["a"]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
