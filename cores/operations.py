@@ -16,7 +16,7 @@ from typing import Any
 from cores.messages import RankId
 from cores.runner.interface import ModelRunner
 from cores.scheduler import Scheduler
-from cores.standstill import Standstill
+from cores.standstill import MEMORY_TAGS, Standstill
 from cores.utilities import NOT_YET, Later, OperationRefusedError, utility
 
 PAUSE_MODES = ("abort", "wait", "keep")
@@ -122,6 +122,19 @@ class Operations:
     @utility
     def is_sleeping(self) -> bool:
         return self.standstill.is_asleep
+
+    @utility
+    def restore(self, settings: Mapping[str, Any]) -> None:
+        """Makes an engine that has just started what its group is by now: `GroupSettings`, as plain values. What it is already
+        stays as it is, and so does what it has to do."""
+        if settings["weight_version"] != self.weight_version:
+            self.update_weights(settings["weights_directory"], settings["weight_version"])
+        asleep = settings["asleep"]
+        if asleep and not self.standstill.is_asleep:
+            self._sleep(settings["sleep_level"])
+            self.wake_up([tag for tag in MEMORY_TAGS if tag not in asleep])
+        if settings["is_paused"]:
+            self.standstill.pause()
 
     # --- weights ------------------------------------------------------------------------------------------------------
 

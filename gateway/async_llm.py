@@ -20,12 +20,12 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from balancer.load import RoutingRequest
-from cores.messages import EngineCoreOutputs, EngineCoreRequest, UtilityResult
+from cores.messages import EngineCoreOutputs, EngineCoreRequest, RankId, UtilityResult
 from cores.pooling_params import PoolingParams
 from cores.sampling_params import SamplingParams
 from gateway.admission import Admission, OneFrontEnd, Usage, UsageSlots
@@ -36,6 +36,7 @@ from gateway.engine_client import EngineClient, ModelConfig, Prompt, PromptPiece
 from gateway.errors import EngineDeadError, GatewayError, InvalidRequestError, OverloadedError
 from gateway.failover import Failover
 from gateway.grammar_checker import GrammarChecker
+from gateway.group_settings import GroupStore
 from gateway.input_processor import InputProcessor, ProcessedInput
 from gateway.input_session import InputSession
 from gateway.loop_lag import LoopLag
@@ -48,6 +49,7 @@ from gateway.output_processor import OutputProcessor
 from gateway.outputs import PoolingRequestOutput, RequestOutput, to_pooling_output
 from gateway.parallel_sampling import ParentRequest
 from gateway.renderer import Renderer
+from gateway.shared_value import OwnValue
 from gateway.status import BalancerStatus, FrontEndStatus, StatusSnapshot, Totals
 from gateway.version import __version__
 
@@ -68,6 +70,7 @@ class AsyncLLM(EngineClient):
         *,
         slots: UsageSlots | None = None,
         lora_store: LoraStore | None = None,
+        group_store: GroupStore | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -90,14 +93,14 @@ class AsyncLLM(EngineClient):
         self._stopped = False
         self._num_requests = 0
         self.admission = Admission(config.admission, slots or OneFrontEnd())
+        self.group = group_store or OwnValue()
         self.loras: LoraManager = LoraManager(
             core_client,
             lora_store or OwnLoraStore(),
             config.server.served_model_name or (model_config.name,),
             is_enabled=config.engine.enable_lora,
         )
-        if self.loras.is_enabled:
-            core_client.before_serving = self.loras.restore
+        core_client.before_serving = self._restore
         self._trace_warned = False
         self._own_run_directory: str | None = None
 
@@ -109,12 +112,13 @@ class AsyncLLM(EngineClient):
         on_shutdown: Callable[[float], None] | None = None,
         slots: UsageSlots | None = None,
         lora_store: LoraStore | None = None,
+        group_store: GroupStore | None = None,
     ) -> AsyncLLM:
         """An engine client whose ranks are all ready.
 
         Without a `place` (in a user's script) it starts the launcher and its engine cores as children, which end with it.
-        `on_shutdown` is called with a time in seconds when the launcher wants the front end to drain; `slots` and
-        `lora_store` are where several front ends see each other's usage and adapters.
+        `on_shutdown` is called with a time in seconds when the launcher wants the front end to drain; `slots`, `lora_store` and
+        `group_store` are where several front ends see each other's usage, adapters and operations.
 
         Raises `ConfigError` for a setting or model directory that cannot be used, `EngineDeadError` with the engine's own cause
         when a rank does not start.
@@ -138,6 +142,7 @@ class AsyncLLM(EngineClient):
                 core_client,
                 slots=slots,
                 lora_store=lora_store,
+                group_store=group_store,
             )
         except BaseException:
             if core_client is not None:
@@ -148,6 +153,8 @@ class AsyncLLM(EngineClient):
         llm._own_run_directory = own_run_directory
         llm._start_output_handler()
         try:
+            for rank_id in core_client.serving:
+                await llm.restore_rank(rank_id)
             await llm.loras.adopt()
         except BaseException:
             await llm.shutdown()
@@ -472,6 +479,23 @@ class AsyncLLM(EngineClient):
         if self.errored:
             raise self.dead_error
         return await self.core_client.call_utility(method, *args, timeout_s=timeout_s)
+
+    async def tell_ranks(
+        self,
+        method: str,
+        *args: Any,
+        rank_ids: Sequence[RankId] | None = None,
+        timeout_s: float | None = UTILITY_TIMEOUT_S,
+    ) -> int:
+        if self.errored:
+            raise self.dead_error
+        return await self.core_client.tell_ranks(method, *args, rank_ids=rank_ids, timeout_s=timeout_s)
+
+    async def _restore(self, rank_id: RankId) -> None:
+        """Before a rank that has started again takes requests."""
+        await self.restore_rank(rank_id)
+        if self.loras.is_enabled:
+            await self.loras.restore(rank_id)
 
     def start_draining(self) -> None:
         self._draining = True

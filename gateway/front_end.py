@@ -32,9 +32,11 @@ from gateway.config import ConfigError, GatewayConfig
 from gateway.core_client.base import FrontEndPlace
 from gateway.errors import GatewayError
 from gateway.front_end_board import PUBLISH_INTERVAL_S, FrontEndBoard, Report
+from gateway.group_settings import GroupSettings, GroupStore
 from gateway.lora_store import SharedLoraStore
 from gateway.server.app import RunningServer, run_server
 from gateway.server.state import ServerState
+from gateway.shared_value import SharedValue
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +81,9 @@ class FrontEnd:
         return await self._serve(llm, server or await run_server(self.state, listener))
 
     async def _make_llm(self) -> AsyncLLM:
-        store = SharedLoraStore(self.shared_directory / "loras.json")
-        return await AsyncLLM.from_config(self.config, self.place, self.order_shutdown, self.slots, store)
+        loras = SharedLoraStore(self.shared_directory / "loras.json")
+        group: GroupStore = SharedValue(self.shared_directory / "group.json", GroupSettings)
+        return await AsyncLLM.from_config(self.config, self.place, self.order_shutdown, self.slots, loras, group)
 
     async def _start_engine(self) -> AsyncLLM | None:
         start = asyncio.create_task(self._make_llm())

@@ -1,30 +1,34 @@
 """The rare operations of an engine client, all through one door that goes to every rank. Knows no sockets.
 
-An operation succeeds only if every rank does it, and what is asked of all has one answer only if all agree. What ranks do
-about it, and which of them takes requests meanwhile, their own state says (`/status`): nothing is remembered here.
+An operation succeeds only if every rank does it, and what is asked of all has one answer only if all agree. Which ranks take
+requests meanwhile, their own state says. What is to last is remembered in `GroupSettings`, for ranks that start again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gateway.errors import EngineGenerateError, GatewayError, InvalidRequestError
+from cores.messages import RankId
+from gateway.errors import EngineGenerateError, GatewayError, InvalidRequestError, OverloadedError
+from gateway.group_settings import MEMORY_TAGS, GroupSettings, GroupStore
+from gateway.models import absolute_path
 
 logger = logging.getLogger(__name__)
 
 UTILITY_TIMEOUT_S = 600.0  # the weights of a large model from a slow disk
 PAUSE_MODES = ("abort", "wait", "keep")
 SLEEP_LEVELS = (1, 2)
-MEMORY_TAGS = ("weights", "kv_cache")
 
 
 class Operations(ABC):
+    group: GroupStore
+
     @abstractmethod
     async def call_utility_by_rank(
         self, method: str, *args: Any, timeout_s: float | None = UTILITY_TIMEOUT_S
@@ -34,6 +38,17 @@ class Operations(ABC):
         Succeeds only if every rank does: raises `InvalidRequestError` or `EngineGenerateError` naming the rank that refused or
         failed, `EngineGenerateError` naming those that did not answer in time, `EngineDeadError` if one dies meanwhile.
         """
+
+    @abstractmethod
+    async def tell_ranks(
+        self,
+        method: str,
+        *args: Any,
+        rank_ids: Sequence[RankId] | None = None,
+        timeout_s: float | None = UTILITY_TIMEOUT_S,
+    ) -> int:
+        """The same on these ranks, or on all that serve now, for what those that start again find in the group's settings: so
+        one that dies meanwhile is no error. Returns how many have done it."""
 
     async def call_utility(self, method: str, *args: Any, timeout_s: float | None = UTILITY_TIMEOUT_S) -> list[Any]:
         """`call_utility_by_rank`, in order of the ranks."""
@@ -48,6 +63,35 @@ class Operations(ABC):
             raise EngineGenerateError(f"{method}: the ranks disagree: {said}")
         return first
 
+    async def restore_rank(self, rank_id: RankId) -> None:
+        """Before it takes requests: makes a rank that has started again what the others are."""
+        async with self.group.locked():
+            if self.settings != GroupSettings():
+                await self.tell_ranks("restore", dataclasses.asdict(self.settings), rank_ids=[rank_id])
+
+    @property
+    def settings(self) -> GroupSettings:
+        return self.group.read() or GroupSettings()
+
+    async def _change(
+        self,
+        change: Callable[[GroupSettings], GroupSettings],
+        method: str,
+        *args: Any,
+        timeout_s: float | None = UTILITY_TIMEOUT_S,
+    ) -> None:
+        async with self.group.locked():
+            before = self.settings
+            after = change(before)
+            self.group.write(after)
+        try:
+            await self.tell_ranks(method, *args, timeout_s=timeout_s)
+        except InvalidRequestError:  # refused, and so not done
+            async with self.group.locked():
+                if self.settings == after:
+                    self.group.write(before)
+            raise
+
     # --- pause and sleep ----------------------------------------------------------------------------------------------
 
     async def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
@@ -55,10 +99,11 @@ class Operations(ABC):
         to go on then. With `clear_cache` nothing computed before is used after. A caller that leaves does not undo it."""
         _check("mode", mode, PAUSE_MODES)
         # Waiting is bounded by the requests: each has a last token, and a rank that makes none is noticed.
-        await self.call_utility("pause", mode, clear_cache, timeout_s=None if mode == "wait" else UTILITY_TIMEOUT_S)
+        timeout_s = None if mode == "wait" else UTILITY_TIMEOUT_S
+        await self._change(GroupSettings.paused, "pause", mode, clear_cache, timeout_s=timeout_s)
 
     async def resume_generation(self) -> None:
-        await self.call_utility("resume")
+        await self._change(GroupSettings.resumed, "resume")
 
     async def is_paused(self) -> bool:
         return bool(await self.call_agreed("is_paused"))
@@ -68,13 +113,14 @@ class Operations(ABC):
         `pause_generation`."""
         _check("level", level, SLEEP_LEVELS)
         _check("mode", mode, PAUSE_MODES)
-        await self.call_utility("sleep", level, mode, timeout_s=None if mode == "wait" else UTILITY_TIMEOUT_S)
+        timeout_s = None if mode == "wait" else UTILITY_TIMEOUT_S
+        await self._change(lambda settings: settings.slept(level), "sleep", level, mode, timeout_s=timeout_s)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Brings memory back, all of it without tags. Requests are welcome again when nothing sleeps any more."""
         for tag in tags or ():
             _check("tags", tag, MEMORY_TAGS)
-        await self.call_utility("wake_up", None if tags is None else list(tags))
+        await self._change(lambda settings: settings.woken(tags), "wake_up", None if tags is None else list(tags))
 
     async def is_sleeping(self) -> bool:
         return bool(await self.call_agreed("is_sleeping"))
@@ -88,20 +134,26 @@ class Operations(ABC):
         All ranks or none: each reads and checks them first, and only if all could, all change. Requests in flight go on with
         the new weights, everything computed with the old ones forgotten.
         """
-        directory = _absolute(directory)
-        if version is None:
-            version = await self.get_weight_version() + 1
-        if not 0 <= version < 2**63:
+        if version is not None and not 0 <= version < 2**63:
             raise InvalidRequestError(f"version must be from 0 to 2^63 - 1, got {version}", "version")
+        directory = absolute_path(directory)
+        # The lock keeps ranks that start again from serving before they know which weights it will be.
+        async with self.group.locked():
+            version = self.settings.weight_version + 1 if version is None else version
+            await self._prepare_weights(directory)
+            self.group.write(self.settings.with_weights(directory, version))
+            await asyncio.shield(self.tell_ranks("commit_weights", directory, version))
+        return version
+
+    async def _prepare_weights(self, directory: str) -> None:
         try:
-            await self.call_utility("prepare_weights", directory)
+            if await self.tell_ranks("prepare_weights", directory) == 0:
+                raise OverloadedError("no rank is there to read the weights")
         except BaseException:
             # Also when the caller has left: a second set of weights must not stay in every rank's memory.
             with contextlib.suppress(GatewayError):
-                await asyncio.shield(self.call_utility("discard_weights"))
+                await asyncio.shield(self.tell_ranks("discard_weights"))
             raise
-        await self.call_utility("commit_weights", directory, version)
-        return version
 
     async def get_weight_version(self) -> int:
         return int(await self.call_agreed("get_weight_version"))
@@ -139,11 +191,6 @@ class Operations(ABC):
     async def do_log_stats(self) -> None:
         for rank, stats in (await self.call_utility_by_rank("get_stats")).items():
             logger.info("rank %d: %s", rank, stats)
-
-
-def _absolute(directory: str) -> str:
-    """As the caller means it: a rank may have another working directory."""
-    return os.path.abspath(directory)
 
 
 def _check(name: str, value: object, allowed: Sequence[object]) -> None:

@@ -13,16 +13,19 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+from cores.messages import RankId
 from cores.pooling_params import PoolingParams
 from cores.sampling_params import RequestOutputKind, SamplingParams
 from gateway.chat_messages import normalise_messages
 from gateway.config import GatewayConfig
 from gateway.engine_client import EngineClient, ModelConfig, Prompt, PromptPieces
 from gateway.errors import EngineDeadError, GatewayError, InvalidRequestError, OverloadedError
+from gateway.group_settings import GroupStore
 from gateway.input_processor import InputProcessor
 from gateway.logprobs import PromptLogprobs
 from gateway.lora_store import LoraAdapter
 from gateway.outputs import CompletionOutput, PoolingRequestOutput, PositionLogprobs, RequestOutput, RequestStats
+from gateway.shared_value import OwnValue
 from gateway.status import BalancerStatus, FrontEndStatus, RankStatus, StatusSnapshot, Totals
 
 BOS_TOKEN_ID = 1
@@ -233,6 +236,7 @@ class FakeEngineClient(EngineClient):
         self.aborted: list[str] = []
         self.overload: OverloadedError | None = None  # what `check_admission` and `generate` raise
         self.death: EngineDeadError | None = None
+        self.group: GroupStore = OwnValue()
         self.utility_calls: list[tuple[Any, ...]] = []  # (method, arguments …)
         self.utility_results: dict[str, Any] = {}  # of every rank, by method; an error is raised
         self.state = "ready"
@@ -338,6 +342,11 @@ class FakeEngineClient(EngineClient):
         if isinstance(result, GatewayError):
             raise result
         return {rank.rank: result for rank in self.ranks}
+
+    async def tell_ranks(
+        self, method: str, *args: Any, rank_ids: Sequence[RankId] | None = None, timeout_s: float | None = None
+    ) -> int:
+        return len(await self.call_utility_by_rank(method, *args, timeout_s=timeout_s))
 
     def start_draining(self) -> None:
         self.state = "draining"

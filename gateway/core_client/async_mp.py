@@ -42,7 +42,7 @@ from gateway.core_client.base import (
 from gateway.core_client.launcher_link import LauncherLink
 from gateway.core_client.rank import Rank, RankLife
 from gateway.core_client.sockets import LoopSocket, ipc_address
-from gateway.core_client.utility_calls import UtilityCalls
+from gateway.core_client.utility_calls import UtilityCalls, count_survivors
 from gateway.embedded import EmbeddedLauncher, start_embedded_launcher
 from gateway.errors import EngineDeadError, GatewayError, InvalidRequestError, OverloadedError
 from gateway.event_log import EventLog
@@ -231,6 +231,13 @@ class AsyncMPClient(EngineCoreClient):
             self._send(self._life_of(rank_id), command)
 
         return await self._utilities.call(send, rank_ids, method, args, timeout_s)
+
+    async def tell_ranks(
+        self, method: str, *args: Any, rank_ids: Sequence[m.RankId] | None = None, timeout_s: float | None = None
+    ) -> int:
+        rank_ids = self.serving if rank_ids is None else rank_ids
+        calls = [self.call_utility_on([rank_id], method, *args, timeout_s=timeout_s) for rank_id in rank_ids]
+        return count_survivors(await asyncio.gather(*calls, return_exceptions=True))
 
     def on_utility_result(self, result: m.UtilityResult) -> None:
         self._utilities.on_result(result)

@@ -103,6 +103,12 @@ class EngineCoreClient(ABC):
         """The results of all ranks, by rank; see `EngineClient.call_utility_by_rank`. All ranks get all calls in one order."""
 
     @abstractmethod
+    async def tell_ranks(
+        self, method: str, *args: Any, rank_ids: Sequence[RankId] | None = None, timeout_s: float | None = None
+    ) -> int:
+        """See `Operations.tell_ranks`."""
+
+    @abstractmethod
     def on_utility_result(self, result: UtilityResult) -> None: ...
 
     @property

@@ -83,3 +83,12 @@ class UtilityCalls:
     @property
     def num_pending(self) -> int:
         return len(self._pending)
+
+
+def count_survivors(results: Sequence[Any]) -> int:
+    """Of calls to one rank each, some of which may have failed. Raises the first failure that was not a rank's death."""
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in errors:
+        if not isinstance(error, EngineDeadError):
+            raise error
+    return len(results) - len(errors)

@@ -287,6 +287,36 @@ def test_sleeping_weights_are_not_replaced(rig: Rig) -> None:
     assert rig.call("update_weights", "/w", 1) == 1
 
 
+# --- an engine that starts again --------------------------------------------------------------------------------------
+
+FRESH = {"weights_directory": None, "weight_version": 0, "is_paused": False, "sleep_level": 1, "asleep": []}
+
+
+def test_an_engine_that_starts_again_becomes_what_its_group_is(rig: Rig) -> None:
+    rig.call("restore", FRESH)
+    assert (rig.core.state, rig.runner.log) == (EngineState.READY, [])
+    settings = FRESH | {
+        "weights_directory": "/w", "weight_version": 4, "is_paused": True, "sleep_level": 2, "asleep": ["kv_cache"]
+    }  # fmt: skip
+    rig.call("restore", settings)
+    told = [("prepare", "/w"), "commit", ("sleep", 2), ("wake_up", ["weights"])]
+    assert (rig.core.state, rig.runner.log) == (EngineState.SLEEPING, told)
+    assert rig.call("get_weight_version") == 4
+    rig.call("restore", settings)  # by another front end
+    assert rig.runner.log == told
+    rig.call("wake_up")
+    assert rig.core.state is EngineState.PAUSED
+
+
+def test_what_a_front_end_that_starts_again_finds_goes_on(rig: Rig) -> None:
+    rig.add(1, max_tokens=3)
+    rig.step()
+    rig.call("restore", FRESH)
+    rig.step(2)
+    assert rig.ends == {1: FinishReason.LENGTH}
+    assert rig.runner.num_computed == [10, 1, 1]
+
+
 # --- caches and looking inside ----------------------------------------------------------------------------------------
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from gateway.errors import EngineGenerateError, InvalidRequestError
+from cores.messages import RankId
+from gateway.errors import EngineGenerateError, InvalidRequestError, OverloadedError
+from gateway.group_settings import GroupSettings, GroupStore
 from gateway.operations import Operations
+from gateway.shared_value import OwnValue
 
 
 class Ranks(Operations):
@@ -19,6 +25,7 @@ class Ranks(Operations):
         self.calls: list[tuple[Any, ...]] = []
         self.timeouts: list[float | None] = []
         self.results = results
+        self.group: GroupStore = OwnValue()
 
     async def call_utility_by_rank(self, method: str, *args: Any, timeout_s: float | None = 1.0) -> dict[int, Any]:
         self.calls.append((method, *args))
@@ -27,6 +34,11 @@ class Ranks(Operations):
         if isinstance(result, Exception):
             raise result
         return result if isinstance(result, dict) else {0: result, 3: result}
+
+    async def tell_ranks(
+        self, method: str, *args: Any, rank_ids: Sequence[RankId] | None = None, timeout_s: float | None = 1.0
+    ) -> int:
+        return len(await self.call_utility_by_rank(method, *args, timeout_s=timeout_s))
 
 
 async def test_one_answer_needs_all_ranks_to_agree() -> None:
@@ -60,10 +72,16 @@ async def test_only_waiting_for_requests_has_no_bound_of_its_own() -> None:
 
 
 async def test_new_weights_are_prepared_by_all_before_any_commits() -> None:
-    ranks = Ranks(get_weight_version=4)
-    assert await ranks.update_weights("weights") == 5
+    ranks = Ranks()
     directory = os.path.join(os.getcwd(), "weights")
-    assert ranks.calls == [("get_weight_version",), ("prepare_weights", directory), ("commit_weights", directory, 5)]
+    assert [await ranks.update_weights("weights", 4), await ranks.update_weights("weights")] == [4, 5]
+    assert ranks.calls == [
+        ("prepare_weights", directory),
+        ("commit_weights", directory, 4),
+        ("prepare_weights", directory),
+        ("commit_weights", directory, 5),
+    ]
+    assert ranks.settings == GroupSettings(weights_directory=directory, weight_version=5)
 
 
 async def test_weights_that_one_rank_cannot_take_are_taken_by_none() -> None:
@@ -71,6 +89,46 @@ async def test_weights_that_one_rank_cannot_take_are_taken_by_none() -> None:
     with pytest.raises(InvalidRequestError, match="no such directory"):
         await ranks.update_weights("/w", 7)
     assert [call[0] for call in ranks.calls] == ["prepare_weights", "discard_weights"]
+    assert ranks.settings == GroupSettings()
+
+
+async def test_weights_that_nobody_can_read_now_are_not_taken() -> None:
+    ranks = Ranks(prepare_weights={})
+    with pytest.raises(OverloadedError, match="no rank is there"):
+        await ranks.update_weights("/w", 7)
+    assert ranks.settings == GroupSettings()
+
+
+async def test_what_operators_did_is_remembered_for_ranks_that_start_again() -> None:
+    ranks = Ranks()
+    await ranks.restore_rank(RankId(3, 2))
+    assert ranks.calls == []  # nothing to tell
+    await ranks.pause_generation("keep")
+    await ranks.sleep(2)
+    await ranks.wake_up(["weights"])
+    expected = GroupSettings(is_paused=True, sleep_level=2, asleep=("kv_cache",))
+    assert ranks.settings == expected
+    await ranks.restore_rank(RankId(3, 2))
+    assert ranks.calls[-1] == ("restore", dataclasses.asdict(expected))
+
+
+async def test_what_the_ranks_refuse_is_not_remembered() -> None:
+    ranks = Ranks(resume=InvalidRequestError("rank 0 (epoch 1): it sleeps"))
+    await ranks.pause_generation()
+    with pytest.raises(InvalidRequestError, match="it sleeps"):
+        await ranks.resume_generation()
+    assert ranks.settings.is_paused
+
+
+async def test_a_rank_is_restored_before_or_after_a_change_and_not_within() -> None:
+    ranks = Ranks()
+    async with ranks.group.locked():
+        restoring = asyncio.ensure_future(ranks.restore_rank(RankId(3, 2)))
+        await asyncio.sleep(0)
+        ranks.group.write(GroupSettings(is_paused=True))
+        assert ranks.calls == []
+    await restoring
+    assert [call[0] for call in ranks.calls] == ["restore"]
 
 
 async def test_the_error_told_is_the_first_one() -> None:

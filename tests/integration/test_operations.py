@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from cores.testing import make_tiny_model_dir
 from gateway import AsyncLLM
+from gateway.config import FaultConfig
 from gateway.errors import EngineGenerateError, InvalidRequestError, OverloadedError
 from gateway.outputs import RequestOutput
 from tests.integration.llm_harness import DEADLINE_S, DELTA, FINAL_ONLY, Start, collect, params, until
@@ -131,6 +134,22 @@ async def test_pause_ends_streams_with_what_they_have_or_waits_for_them_and_reje
     assert await llm.is_paused()
     await llm.resume_generation()
     assert (await collect(llm, "x", params(2)))[-1].finished
+
+
+async def test_a_rank_that_starts_again_is_what_the_others_are_before_it_serves(start: Start, model: Path) -> None:
+    llm = await start(2, fault_tolerance=FaultConfig(engine_restarts=1))
+    await llm.update_weights(str(model), 7)
+    await llm.pause_generation()
+    pid = llm.status().ranks[1].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: llm.status().ranks[1].state == "dead", "its death is seen")
+    await until(lambda: llm.status().ranks[1].state not in ("dead", "starting", "restarting"), "it is back")
+    assert [(rank.state, rank.weight_version) for rank in llm.status().ranks] == [("paused", 7)] * 2
+    assert await llm.is_paused()
+    await llm.resume_generation()
+    async for output in llm.generate("x", params(2), "r", data_parallel_rank=1):
+        assert output.stats.weight_version == 7
 
 
 async def test_new_weights_profiles_and_calls_to_the_runner(start: Start, model: Path, tmp_path: Path) -> None:

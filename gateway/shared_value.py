@@ -1,0 +1,95 @@
+"""A value that all front ends of an endpoint share. Knows nothing of what it means.
+
+A file, because it outlives the front end that wrote it, and all of them see it change. The lock is for whoever changes the
+value and what it stands for: changes, and whatever must not meet one half done, come one by one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+LOCK_POLL_S = 0.01
+T = TypeVar("T")
+
+
+class ValueStore(Protocol[T]):
+    def read(self) -> T | None:
+        """As it is now; None: nobody has said yet."""
+        ...
+
+    def write(self, value: T) -> None:
+        """Only with the lock."""
+        ...
+
+    def locked(self) -> AbstractAsyncContextManager[None]: ...
+
+
+class OwnValue(Generic[T]):
+    """Of a front end that is alone."""
+
+    def __init__(self) -> None:
+        self._value: T | None = None
+        self._lock = asyncio.Lock()
+
+    def read(self) -> T | None:
+        return self._value
+
+    def write(self, value: T) -> None:
+        self._value = value
+
+    def locked(self) -> AbstractAsyncContextManager[None]:
+        return self._lock
+
+
+class SharedValue(Generic[T]):
+    """One file and one lock beside it. `kind` is the value's type, for the decoder."""
+
+    def __init__(self, path: Path, kind: Any) -> None:
+        self._path = path
+        self._lock = asyncio.Lock()
+        self._decoder = msgspec.json.Decoder(kind)
+        self._value: T | None = None
+        self._seen: tuple[int, int, int] | None = None  # what the file was like when it was read
+
+    def read(self) -> T | None:
+        """2 µs while nothing has changed."""
+        with contextlib.suppress(FileNotFoundError):
+            stat = os.stat(self._path)
+            seen = (stat.st_mtime_ns, stat.st_ino, stat.st_size)
+            if seen != self._seen:
+                self._value, self._seen = self._decoder.decode(self._path.read_bytes()), seen
+        return self._value
+
+    def write(self, value: T) -> None:
+        temporary = self._path.with_suffix(f".{os.getpid()}")
+        temporary.write_bytes(msgspec.json.encode(value))
+        temporary.replace(self._path)  # a reader sees the old or the new, never half
+
+    @contextlib.asynccontextmanager
+    async def locked(self) -> AsyncIterator[None]:
+        """Among processes by the file's lock, which a process that dies gives back; within this one by an ordinary lock."""
+        async with self._lock:
+            fd = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                while not _try_lock(fd):  # noqa: ASYNC110  another process holds it: no event says when it lets go
+                    await asyncio.sleep(LOCK_POLL_S)
+                yield
+            finally:
+                os.close(fd)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
