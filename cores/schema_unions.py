@@ -92,8 +92,9 @@ def _dicts(value: Any) -> Iterator[dict[str, Any]]:
 
 def _kinds(schema: dict[str, Any]) -> frozenset[str]:
     """The types that a value may have; integers are numbers, too."""
-    named = schema.get("type")
-    allowed = frozenset([named] if isinstance(named, str) else named if isinstance(named, list) else _KINDS)
+    named = schema.get("type", [*_KINDS])
+    names = named if isinstance(named, list) else [named]
+    allowed = frozenset(name for name in names if isinstance(name, str))
     return allowed | {"integer"} if "number" in allowed else allowed
 
 

@@ -17,7 +17,7 @@ from cores.launch.child_process import read_task
 from cores.sampling_params import StructuredOutputKind, StructuredOutputs
 from cores.structured_outputs import GrammarError, compile_grammar, load_grammar_tokenizer
 
-MEMORY_LIMIT_BYTES = 512 * 1024 * 1024  # beside the tokenizer
+MEMORY_LIMIT_BYTES = 256 * 1024 * 1024  # beside the tokenizer
 STACK_BYTES = 6 * 1024 * 1024  # a tenth of what the engines have
 PAGE_BYTES = resource.getpagesize()
 

@@ -7,15 +7,20 @@ the request has generated so far, here or elsewhere, is replayed into it. `begin
 the step to a second thread, which computes their masks beside the model (llguidance holds no lock of the interpreter);
 `StepGrammars.collect`, after it, has the masks for the sampler, and `advance` gives the chosen tokens to the grammars.
 
+Requests with equal grammars are copies of one, and share what its lexer has learnt. Its states are counted and limited, so a
+copy that fails is made once more by itself before the request is: others may have used them up.
+
 A grammar whose compilation outlasts the step defers its request: no token is chosen for it, and the scheduler offers its last
 position again in the next step. So nobody waits for another's grammar. A request is over once its grammar can take no more.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
@@ -30,9 +35,13 @@ from cores.runner.sampler import TokenMasks
 from cores.sampling_params import StructuredOutputs
 from cores.structured_outputs import GrammarError, check_matcher, compile_grammar
 
+logger = logging.getLogger(__name__)
+
 COMPILE_TIMEOUT_S = 60.0  # no front end of ours sends a grammar that takes longer than a few seconds
 # When nothing but deferred requests would run, a step waits this long for the first of their grammars instead of spinning.
 DEFERRED_STEP_S = 0.05
+MAX_SHARED = 16  # grammars kept for the next request; a hostile one may hold 200 MB
+MAX_COPIES = 64  # of one: then it is compiled anew, and begins with an empty lexer
 # Ten times what the front ends' check has (`gateway.grammar_process`): no grammar that got by there may overflow it here.
 STACK_BYTES = 64 * 1024 * 1024
 
@@ -76,12 +85,34 @@ class _Job(Generic[T]):
             self.result.set_exception(error)
 
 
+@dataclass(slots=True, eq=False)
+class SharedGrammar:
+    """What the requests with one grammar copy."""
+
+    compiled: Future[LLMatcher]
+    num_copies: int = 0
+    has_failed: bool = False
+
+    @property
+    def is_spent(self) -> bool:
+        return self.has_failed or self.num_copies >= MAX_COPIES
+
+
 @dataclass(slots=True)
 class RequestGrammar:
     """`Request.runner_state` of a request with structured output."""
 
     compiled: Future[LLMatcher]
     begun_s: float
+    shared: SharedGrammar | None  # None: it is no copy
+    is_void: bool = False  # to be made anew, by itself
+
+    def fail(self) -> bool:
+        """Whether to try once more."""
+        if self.shared is None:
+            return False
+        self.shared.has_failed = self.is_void = True
+        return True
 
     def is_ready(self) -> bool:
         return self.compiled.done()
@@ -109,6 +140,7 @@ class Grammars:
         self._why_not = why_not
         self._compile_one = compile_
         self._clock = clock
+        self._shared: OrderedDict[StructuredOutputs, SharedGrammar] = OrderedDict()  # the last used at the end
         self._compiler = WorkerThread("grammar-compiler")
         self._masker = WorkerThread("grammar-masks")
 
@@ -132,23 +164,46 @@ class Grammars:
         return step
 
     def _grammar_of(self, request: Request) -> RequestGrammar:
-        grammar = request.runner_state
-        if not isinstance(grammar, RequestGrammar):
-            generated = request.token_ids[request.num_original_prompt_tokens :]
-            compiled = self._compiler.submit(lambda: self._compile(request, generated))
-            grammar = request.runner_state = RequestGrammar(compiled, self._clock())
+        grammar, wanted = request.runner_state, request.sampling_params.structured_outputs
+        assert wanted is not None
+        if isinstance(grammar, RequestGrammar) and not grammar.is_void:
+            return grammar
+        shared = self._share(wanted) if grammar is None else None
+        generated = request.token_ids[request.num_original_prompt_tokens :]
+        compiled = self._compiler.submit(lambda: self._begin_request(wanted, shared, generated))
+        grammar = request.runner_state = RequestGrammar(compiled, self._clock(), shared)
         return grammar
 
-    def _compile(self, request: Request, generated: Sequence[int]) -> LLMatcher:
-        wanted = request.sampling_params.structured_outputs
-        assert wanted is not None
-        if self._tokenizer is None:
-            raise GrammarError(self._why_not)
-        matcher = self._compile_one(self._tokenizer, wanted)
+    def _share(self, wanted: StructuredOutputs) -> SharedGrammar:
+        shared = self._shared.pop(wanted, None)
+        if shared is None or shared.is_spent:
+            shared = SharedGrammar(self._compiler.submit(lambda: self._compile(wanted)))
+        self._shared[wanted] = shared
+        shared.num_copies += 1
+        if len(self._shared) > MAX_SHARED:
+            self._shared.popitem(last=False)
+        return shared
+
+    # --- in the compiler's thread ---
+
+    def _begin_request(self, wanted: StructuredOutputs, shared: SharedGrammar | None, generated: Sequence[int]) -> LLMatcher:
+        # The shared one was compiled by an earlier job of this thread: nothing is waited for here.
+        matcher = self._compile(wanted) if shared is None else shared.compiled.result().deep_copy()
         if generated and not matcher.consume_tokens(list(generated)):
-            raise GrammarError("the tokens generated elsewhere do not follow the grammar")
+            raise GrammarError("the tokens generated so far do not follow the grammar")
         matcher.compute_bitmask()  # kept in the matcher: `collect` finds it there
         return matcher
+
+    def _compile(self, wanted: StructuredOutputs) -> LLMatcher:
+        if self._tokenizer is None:
+            raise GrammarError(self._why_not)
+        try:
+            return self._compile_one(self._tokenizer, wanted)
+        except GrammarError:
+            raise
+        except Exception as error:  # whatever a stranger's grammar does to the compiler, it is not the engine's death
+            logger.exception("a grammar failed to compile in an unforeseen way")
+            raise GrammarError(f"{type(error).__name__}: {error}") from error
 
 
 @dataclass(slots=True)
@@ -159,7 +214,7 @@ class StepGrammars:
     num_sampling: int = 0
     grammars: dict[int, RequestGrammar] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
-    deferred: frozenset[int] = frozenset()
+    deferred: set[int] = field(default_factory=set)
     _ready: list[int] = field(default_factory=list)
     _masks: Future[dict[int, bytes | GrammarError]] | None = None
 
@@ -192,7 +247,9 @@ class StepGrammars:
         compiled = sorted(index for index in late if self.grammars[index].is_ready())
         masks |= self._compute(compiled)
         self._give_up_or_defer(late.difference(compiled))
-        self.errors |= {index: self._message(mask) for index, mask in masks.items() if isinstance(mask, GrammarError)}
+        for index, mask in masks.items():
+            if isinstance(mask, GrammarError):
+                self._fail(index, mask)
         rows = {index: mask for index, mask in masks.items() if not isinstance(mask, GrammarError)}
         if not rows:
             return None
@@ -203,22 +260,26 @@ class StepGrammars:
         now = self.clock()
         for index in uncompiled:
             if now - self.grammars[index].begun_s > COMPILE_TIMEOUT_S:
-                self.errors[index] = self._message(GrammarError(f"not compiled after {COMPILE_TIMEOUT_S:.0f} s"))
-        self.deferred = frozenset(uncompiled - self.errors.keys())
+                self.errors[index] = f"structured_outputs: not compiled after {COMPILE_TIMEOUT_S:.0f} s"
+            else:
+                self.deferred.add(index)
 
-    @staticmethod
-    def _message(error: GrammarError) -> str:
-        return f"structured_outputs: {error}"
+    def _fail(self, index: int, error: GrammarError) -> None:
+        if self.grammars[index].fail():
+            self.deferred.add(index)
+        else:
+            self.errors[index] = f"structured_outputs: {error}"
 
     def advance(self, output: ModelRunnerOutput) -> None:
         """Gives each grammar its token; writes into `output` who failed, who is deferred and whose grammar is at its end."""
         output.errors |= self.errors
-        output.deferred = self.deferred
+        output.deferred = frozenset(self.deferred)
         for index, grammar in self.grammars.items():
             if index in output.errors or index in self.deferred:
                 continue
             matcher = grammar.compiled.result()
             if not matcher.consume_token(output.token_ids[index]):
-                output.errors[index] = f"structured_outputs: {matcher.get_error()}"
+                if not grammar.fail():  # else the token counts, and is replayed
+                    output.errors[index] = f"structured_outputs: {matcher.get_error()}"
             elif matcher.is_stopped():
                 output.completed.add(index)

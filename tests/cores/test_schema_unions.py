@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
 from cores.schema_unions import without_disjoint_one_of
 
@@ -73,3 +76,59 @@ def test_a_schema_with_an_any_of_beside_it_or_with_other_bases_stays() -> None:
 def test_a_hostile_number_of_branches_is_not_compared_to_the_end() -> None:
     many = branches(*({"const": i} for i in range(2000)))
     assert without_disjoint_one_of(many) == many
+
+
+scalars = st.sampled_from([None, True, False, 0, 1, 1.0, 2, "a", "b", ""])
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["k", "v"]), inner, max_size=2),
+    max_leaves=4,
+)
+kinds = st.sampled_from(["null", "boolean", "integer", "number", "string", "array", "object"])
+leaves = st.one_of(
+    st.booleans(),
+    st.fixed_dictionaries({}, optional={"type": kinds | st.lists(kinds, min_size=1, max_size=2, unique=True)}),
+    st.fixed_dictionaries({"const": values}),
+    st.fixed_dictionaries({"enum": st.lists(values, min_size=1, max_size=3)}),
+    st.fixed_dictionaries({"$ref": st.sampled_from(["#/$defs/a", "#/$defs/b"])}),
+)
+schemas = st.recursive(
+    leaves,
+    lambda inner: st.fixed_dictionaries(
+        {},
+        optional={
+            "type": kinds,
+            "properties": st.dictionaries(st.sampled_from(["k", "v"]), inner, max_size=2),
+            "required": st.lists(st.sampled_from(["k", "v"]), max_size=2, unique=True),
+            "oneOf": st.lists(inner, min_size=1, max_size=3),
+        },
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.lists(schemas, min_size=2, max_size=3), leaves, leaves, st.lists(values, min_size=1, max_size=8))
+def test_the_same_values_fit(branches: list[Any], a: Any, b: Any, instances: list[Any]) -> None:
+    schema = {"$defs": {"a": {"type": "object", "properties": {"k": a}, "required": ["k"]}, "b": b}, "oneOf": branches}
+    if "$ref" in (b if isinstance(b, dict) else {}):
+        schema["$defs"]["b"] = {"type": "null"}  # no reference to itself
+    before, after = Draft202012Validator(schema), Draft202012Validator(without_disjoint_one_of(schema))
+    for instance in instances:
+        assert before.is_valid(instance) == after.is_valid(instance), (schema, instance)
+
+
+nonsense = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "oneOf", "const", "enum", "properties", "required", "$ref", "$id", "$defs"]), inner
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.lists(nonsense, max_size=3), nonsense)
+def test_no_nonsense_raises(branches: list[Any], definitions: Any) -> None:
+    without_disjoint_one_of({"oneOf": branches, "$defs": definitions, "type": "object"})

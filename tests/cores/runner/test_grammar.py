@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from cores.messages import EngineCoreRequest, Finished, FinishReason, TokenLogprobs
-from cores.runner.grammar import COMPILE_TIMEOUT_S, Grammars, StepGrammars
+from cores.runner.grammar import COMPILE_TIMEOUT_S, MAX_COPIES, Grammars, StepGrammars
 from cores.runner.interface import SchedulerOutput
 from cores.sampling_params import StructuredOutputKind, StructuredOutputs
-from cores.structured_outputs import compile_grammar, load_grammar_tokenizer
+from cores.structured_outputs import check_matcher, compile_grammar, load_grammar_tokenizer
 from cores.testing import ManualClock, make_request
 from tests.cores.runner.torch_engine import Engine
 
@@ -213,7 +213,7 @@ def test_a_broken_grammar_fails_its_request_alone(make_engine: Callable[..., Eng
     assert "unclosed group" in str(errors[1])
     assert errors[2] == "structured_outputs: Invalid type: integerr"
     assert errors[3] == "structured_outputs: a choice needs a list of at least one text"
-    assert errors[4] == "structured_outputs: the tokens generated elsewhere do not follow the grammar"
+    assert errors[4] == "structured_outputs: the tokens generated so far do not follow the grammar"
     assert "leave no token to choose" in str(errors[5])
     assert errors[6] is None
 
@@ -287,6 +287,66 @@ def test_a_grammar_that_is_never_compiled_fails_its_request(
     clock.now = COMPILE_TIMEOUT_S + 1
     (outputs,) = engine.core.step().values()
     assert outputs.finished[0].error == f"structured_outputs: not compiled after {COMPILE_TIMEOUT_S:.0f} s"
+
+
+class CountingCompiler:
+    def __init__(self, **limits: int) -> None:
+        self.num_calls = 0
+        self._limits = LLParserLimits(verbose_errors=False, **limits)
+
+    def __call__(self, tokenizer: LLTokenizer, wanted: StructuredOutputs) -> LLMatcher:
+        self.num_calls += 1
+        assert wanted.kind is REGEX
+        matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_regex(wanted.spec), log_level=0, limits=self._limits)
+        check_matcher(matcher)
+        return matcher
+
+
+def test_equal_grammars_are_compiled_once_and_a_worn_one_anew(
+    make_engine: Callable[..., Engine], grammar_tokenizer: LLTokenizer
+) -> None:
+    engine, compiler = make_engine(), CountingCompiler()
+    replace_grammars(engine, Grammars(grammar_tokenizer, compile_=compiler))
+    expected = make_engine().run([structured(i, REGEX, "[a-z]{5,9}", seed=i) for i in range(10)])
+    assert engine.run([structured(i, REGEX, "[a-z]{5,9}", seed=i) for i in range(10)]) == expected
+    engine.run([structured(20, REGEX, "[a-z]{5,9}"), structured(21, REGEX, "[a-y]{5,9}")])
+    assert compiler.num_calls == 2
+    engine.run([structured(30 + i, REGEX, "[a-z]{2}") for i in range(MAX_COPIES + 1)])
+    assert compiler.num_calls == 4
+
+
+# Each request visits states of its own: where and how many a's come decides what may follow 12 letters later.
+STATEFUL = "[ab]{0,30}a[ab]{12}c"
+
+
+def test_a_copy_that_runs_out_of_lexer_states_begins_anew_by_itself(
+    make_engine: Callable[..., Engine], grammar_tokenizer: LLTokenizer
+) -> None:
+    requests = [structured(i, REGEX, STATEFUL, seed=i) for i in range(12)]
+    expected = make_engine().run(requests)
+    engine, compiler = make_engine(), CountingCompiler(max_lexer_states=150)
+    replace_grammars(engine, Grammars(grammar_tokenizer, compile_=compiler))
+    # One that fails at its very last token learns only from an EOS that it is at its end.
+    assert {i: tokens[: len(expected[i])] for i, tokens in engine.run(requests).items()} == expected
+    assert compiler.num_calls > 1
+
+
+def test_one_that_runs_out_of_them_by_itself_fails(make_engine: Callable[..., Engine], grammar_tokenizer: LLTokenizer) -> None:
+    engine, compiler = make_engine(), CountingCompiler(max_lexer_states=30)
+    replace_grammars(engine, Grammars(grammar_tokenizer, compile_=compiler))
+    errors = errors_of(engine, structured(1, REGEX, STATEFUL), make_request(2, PROMPT))
+    assert "too many states" in str(errors[1])
+    assert errors[2] is None
+
+
+def test_a_compiler_that_stumbles_is_not_the_engine_s_death(
+    make_engine: Callable[..., Engine], grammar_tokenizer: LLTokenizer
+) -> None:
+    engine = make_engine()
+    replace_grammars(engine, Grammars(grammar_tokenizer, compile_=CountingCompiler()))
+    errors = errors_of(engine, structured(1, CHOICE, '["a"]'), structured(2, REGEX, "a"))
+    assert str(errors[1]).startswith("structured_outputs: AssertionError")
+    assert errors[2] is None
 
 
 class RecordingGrammars(Grammars):
