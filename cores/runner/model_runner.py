@@ -21,6 +21,7 @@ from cores.config import ConfigError, EngineConfig
 from cores.loader import LoadedModel, device_name, free_memory_bytes, load_model
 from cores.request import Request
 from cores.runner.attention import MakeAttentionStep
+from cores.runner.cpu_memory import keep_freed_memory
 from cores.runner.grammar import Grammars
 from cores.runner.input_batch import build_input_batch
 from cores.runner.interface import ModelInfo, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
@@ -69,6 +70,8 @@ class TorchModelRunner(TorchOperations):
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
         loaded = load_model(self._config, generates=self._pooling is None)
+        if loaded.device.type == "cpu":
+            keep_freed_memory()
         loras = self._make_loras(loaded)
         with torch.inference_mode():
             sampler = Sampler(loaded.vocab_size, loaded.device)
