@@ -15,6 +15,8 @@ from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_h
 
 T = TypeVar("T")
 
+DEFAULT_BLOCK_SIZE = 16
+
 
 class ConfigError(ValueError):
     """A setting that cannot be used. The message names the setting, the value and what is allowed."""
@@ -75,7 +77,9 @@ class EngineConfig:
     max_model_len: int | None = opt(None, "longest prompt + output, in tokens; default: the model's own", min=1)
     max_num_seqs: int = opt(256, "most sequences in one step", min=1)
     max_num_batched_tokens: int = opt(2048, "token budget of one step, prefill and decode together", min=1)
-    block_size: int = opt(16, "tokens per KV cache block", min=1)
+    block_size: int | None = opt(
+        None, "tokens per KV cache block; default: 16, or on a GPU what its attention kernel asks for", min=1
+    )
     num_kv_blocks: int | None = opt(None, "size of the KV cache in blocks; default: from the memory", min=1)
     kv_cache_memory_bytes: int | None = opt(None, "size of the KV cache in bytes; default: from the memory", min=1)
     enable_prefix_caching: bool = opt(True, "reuse the KV cache of equal prompt prefixes")

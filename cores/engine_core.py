@@ -71,7 +71,7 @@ class EngineCore:
         self._runner = runner
         self._clock = clock
         max_loras = config.max_loras if config.enable_lora else 0
-        kv_cache = KVCacheManager(info.num_kv_blocks, config.block_size, config.enable_prefix_caching)
+        kv_cache = KVCacheManager(info.num_kv_blocks, info.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(
             SchedulerConfig(
                 max_model_len=info.max_model_len,

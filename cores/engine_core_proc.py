@@ -125,7 +125,7 @@ class EngineCoreProc:
             max_model_len=core.max_model_len,
             vocab_size=info.vocab_size,
             eos_token_ids=info.eos_token_ids,
-            block_size=config.block_size,
+            block_size=info.block_size,
             num_kv_blocks=info.num_kv_blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,

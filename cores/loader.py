@@ -15,12 +15,13 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from cores.config import ConfigError, EngineConfig
+from cores.config import DEFAULT_BLOCK_SIZE, ConfigError, EngineConfig
 from cores.runner.attention import ATTENTION_NAME
 from cores.runner.cpu_linear import can_pack, pack_linears
 from cores.runner.model_dir import read_eos_token_ids
 from cores.runner.paged_kv_cache import KVCacheShape
 from cores.runner.pooling_kind import PoolingKind, num_positions
+from cores.runner.varlen_attention import BLOCK_SIZE_MULTIPLE, can_use_varlen
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def load_model(config: EngineConfig, *, generates: bool = True) -> LoadedModel:
         max_model_len=max_model_len,
         vocab_size=model_config.vocab_size,
         eos_token_ids=read_eos_token_ids(path, model_config.to_dict()),
-        cache_shape=_cache_shape(model_config, config.block_size, dtype),
+        cache_shape=_cache_shape(model_config, config.block_size, dtype, device),
     )
 
 
@@ -245,21 +246,28 @@ def cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     return None if limit == "max" else int(limit) - int(used) + int(stat.get("inactive_file", 0))
 
 
-def check_weights_fit(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Before the load: a machine that runs out of memory later says less."""
+def weight_bytes(path: Path, config: Any, dtype: torch.dtype) -> int:
+    """What a directory's weights take as numbers of that type."""
     stored = config.dtype or dtype
     on_disk = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    needed, free = on_disk * dtype.itemsize // stored.itemsize, free_memory_bytes(device)
+    return int(on_disk * dtype.itemsize // stored.itemsize)
+
+
+def check_weights_fit(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Before the load: a machine that runs out of memory later says less."""
+    needed, free = weight_bytes(path, config, dtype), free_memory_bytes(device)
     if needed > free:
         raise ConfigError(f"the weights need {needed >> 20} MiB as {dtype}, but only {free >> 20} MiB are free on {device}")
 
 
-def _cache_shape(config: Any, block_size: int, dtype: torch.dtype) -> KVCacheShape:
+def _cache_shape(config: Any, block_size: int | None, dtype: torch.dtype, device: torch.device) -> KVCacheShape:
     num_heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    own_size = BLOCK_SIZE_MULTIPLE if can_use_varlen(device, dtype, head_dim) else DEFAULT_BLOCK_SIZE
     return KVCacheShape(
         num_layers=config.num_hidden_layers,
-        block_size=block_size,
+        block_size=block_size or own_size,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        head_dim=head_dim,
         dtype=dtype,
     )

@@ -144,7 +144,10 @@ class FrontEnd:
             llm.refresh_admission()
             if now - published_s >= PUBLISH_INTERVAL_S:
                 published_s = now
-                self.board.publish(Report(now, llm.status(), self.state.metrics.to_plain()))
+                report = Report(now, llm.status(), self.state.metrics.to_plain())
+                # In a thread: replacing a file makes some file systems write it out at once, which held up every stream for
+                # milliseconds four times a second.
+                await asyncio.to_thread(self.board.publish, report)
             await asyncio.sleep(SLOT_INTERVAL_S)
 
     def _tell_launcher(self, cause: str) -> None:

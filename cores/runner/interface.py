@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from cores.config import DEFAULT_BLOCK_SIZE
 from cores.messages import PromptLogprobsChunk, TokenLogprobs
 from cores.request import Request
 
@@ -57,6 +58,7 @@ class ModelInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     num_kv_blocks: int
+    block_size: int = DEFAULT_BLOCK_SIZE
     features: tuple[str, ...] = ()  # of `sampling_params.OPTIONAL_FEATURES`
     supported_tasks: tuple[str, ...] = ("generate",)  # or "embed": what requests may ask for
     needs_whole_prompts: bool = False  # in one step; `max_model_len` is then within the step's token budget

@@ -13,22 +13,28 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from cores.config import ConfigError, EngineConfig
 from cores.loader import LoadedModel, device_name, free_memory_bytes, load_model
 from cores.request import Request
+from cores.runner.attention import MakeAttentionStep
+from cores.runner.cpu_memory import keep_freed_memory
 from cores.runner.grammar import Grammars
 from cores.runner.input_batch import build_input_batch
 from cores.runner.interface import ModelInfo, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from cores.runner.lora import LoraModel
+from cores.runner.memory_profile import largest_batch, num_blocks_of, peak_bytes
+from cores.runner.padded_attention import make_padded_attention
 from cores.runner.paged_kv_cache import PagedKVCache, choose_num_kv_blocks
 from cores.runner.pooling import make_vectors
 from cores.runner.pooling_kind import PoolingKind
 from cores.runner.prompt_logprobs import prompt_logprobs
 from cores.runner.sampler import Sampler
 from cores.runner.torch_operations import TorchOperations
+from cores.runner.varlen_attention import BLOCK_SIZE_MULTIPLE, can_use_varlen, find_kernel, make_varlen_attention
 from cores.runner.weights import Weights
 from cores.sampling_params import OPTIONAL_FEATURES, SamplingParams
 from cores.structured_outputs import GrammarError, load_grammar_tokenizer
@@ -47,6 +53,7 @@ class _Parts:
     sampler: Sampler
     loras: LoraModel | None
     grammars: Grammars
+    make_attention: MakeAttentionStep
 
 
 class TorchModelRunner(TorchOperations):
@@ -63,25 +70,18 @@ class TorchModelRunner(TorchOperations):
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
         loaded = load_model(self._config, generates=self._pooling is None)
+        if loaded.device.type == "cpu":
+            keep_freed_memory()
         loras = self._make_loras(loaded)
-        num_kv_blocks = choose_num_kv_blocks(
-            loaded.kv_cache_shape,
-            free_bytes=free_memory_bytes(loaded.device),
-            is_cuda=loaded.device.type == "cuda",
-            max_model_len=loaded.max_model_len,
-            must_hold_model_len=self._config.max_model_len is not None,
-            max_num_seqs=self._config.max_num_seqs,
-            num_kv_blocks=self._config.num_kv_blocks,
-            kv_cache_memory_bytes=self._config.kv_cache_memory_bytes,
-        )
         with torch.inference_mode():
-            cache = PagedKVCache(loaded.kv_cache_shape, num_kv_blocks, loaded.device)
             sampler = Sampler(loaded.vocab_size, loaded.device)
             grammars, features = self._load_grammars(loaded)
         weights = Weights(loaded, self._config.model)
-        self._parts = _Parts(loaded, weights, num_kv_blocks, cache, sampler, loras, grammars)
+        self._parts = _Parts(loaded, weights, 0, None, sampler, loras, grammars, _choose_attention(loaded))
         with contextlib.nullcontext() if loras is None else loras.watched():
-            self._try_one_step(cache)
+            self._try_one_step(self._make_cache(1))
+        num_kv_blocks = self._choose_num_kv_blocks(loaded)
+        self._make_cache(num_kv_blocks)
         logger.info(
             "loaded %s: %s on %s, %d KV blocks of %d tokens (%d MiB)",
             self._config.model,
@@ -97,11 +97,43 @@ class TorchModelRunner(TorchOperations):
             vocab_size=loaded.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
             num_kv_blocks=num_kv_blocks,
+            block_size=loaded.kv_cache_shape.block_size,
             features=features,
             supported_tasks=("generate",) if self._pooling is None else ("embed",),
             embedding_size=0 if self._pooling is None else self._pooling.size,
             embedding_dimensions=() if self._pooling is None else self._pooling.dimensions,
         )
+
+    def _choose_num_kv_blocks(self, loaded: LoadedModel) -> int:
+        is_cuda = loaded.device.type == "cuda"
+        step_bytes = self._largest_step_bytes(loaded) if is_cuda else 0
+        return choose_num_kv_blocks(
+            loaded.kv_cache_shape,
+            free_bytes=free_memory_bytes(loaded.device),
+            is_cuda=is_cuda,
+            max_model_len=loaded.max_model_len,
+            must_hold_model_len=self._config.max_model_len is not None,
+            max_num_seqs=self._config.max_num_seqs,
+            num_kv_blocks=self._config.num_kv_blocks,
+            kv_cache_memory_bytes=self._config.kv_cache_memory_bytes,
+            step_bytes=step_bytes,
+        )
+
+    def _largest_step_bytes(self, loaded: LoadedModel) -> int:
+        config, shape = self._config, loaded.kv_cache_shape
+        batch = largest_batch(config.max_num_batched_tokens, config.max_num_seqs, loaded.max_model_len, shape.block_size)
+        self._make_cache(num_blocks_of(batch))
+        num_bytes = peak_bytes(lambda: self.execute(batch), loaded.device)
+        self._parts = replace(self._loaded_parts, cache=None)
+        torch.cuda.empty_cache()  # what the step has used is free again, and is counted so
+        return num_bytes
+
+    def _make_cache(self, num_blocks: int) -> PagedKVCache:
+        parts = self._loaded_parts
+        with torch.inference_mode():
+            cache = PagedKVCache(parts.loaded.kv_cache_shape, num_blocks, parts.loaded.device)
+        self._parts = replace(parts, num_kv_blocks=num_blocks, cache=cache)
+        return cache
 
     def _load_grammars(self, loaded: LoadedModel) -> tuple[Grammars, tuple[str, ...]]:
         """And what of `OPTIONAL_FEATURES` this engine has: not every tokenizer can be used with grammars."""
@@ -120,7 +152,7 @@ class TorchModelRunner(TorchOperations):
         loaded, cache, sampler, loras = parts.loaded, parts.cache, parts.sampler, parts.loras
         assert cache is not None, "a step while the KV cache sleeps"
         step_grammars = parts.grammars.begin(batch)  # works beside the model
-        inputs = build_input_batch(batch, cache, loaded.kv_cache_shape.block_size, loaded.dtype, loaded.device)
+        inputs = build_input_batch(batch, cache, parts.make_attention, loaded.device)
         # The last layer's matrix is the largest: only where logits are wanted.
         head = {"logits_to_keep": inputs.logits_rows} if self._pooling is None else {}
         with contextlib.nullcontext() if loras is None else loras.applied(batch):
@@ -128,7 +160,7 @@ class TorchModelRunner(TorchOperations):
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,
                 use_cache=False,
-                attention_metadata=inputs.metadata,
+                attention_step=inputs.attention,
                 **head,
             )
         sampling = [s.request for s in batch.scheduled if s.samples]
@@ -192,9 +224,7 @@ class TorchModelRunner(TorchOperations):
     def _restore_cache(self) -> None:
         parts = self._loaded_parts
         if parts.cache is None:
-            with torch.inference_mode():
-                cache = PagedKVCache(parts.loaded.kv_cache_shape, parts.num_kv_blocks, parts.loaded.device)
-            self._parts = replace(parts, cache=cache)
+            self._make_cache(parts.num_kv_blocks)
 
     def _try_one_step(self, cache: PagedKVCache) -> None:
         """Refuses a model whose layers do not all compute the attention that we provide, and warms the rest up."""
@@ -214,3 +244,16 @@ class TorchModelRunner(TorchOperations):
             raise ConfigError(f"model is not supported: its trial step failed: {error}") from error
         if silent := cache.unwritten_layers(0, 0):
             raise ConfigError(f"model is not supported: layers {silent} do not use softmax attention")
+
+
+def _choose_attention(loaded: LoadedModel) -> MakeAttentionStep:
+    shape, kernel = loaded.kv_cache_shape, find_kernel()
+    if kernel is not None and can_use_varlen(loaded.device, loaded.dtype, shape.head_dim):
+        if shape.block_size % BLOCK_SIZE_MULTIPLE == 0:
+            return partial(make_varlen_attention, kernel=kernel)
+        logger.warning(
+            "--block-size %d is no multiple of %d: attention cannot read K and V in place and takes a slower way",
+            shape.block_size,
+            BLOCK_SIZE_MULTIPLE,
+        )
+    return partial(make_padded_attention, dtype=loaded.dtype)

@@ -12,8 +12,8 @@ from cores.config import ConfigError
 # several engines usually share one machine and each sees the whole of it.
 CPU_MEMORY_SHARE = 0.10
 CPU_MAX_BYTES = 4 << 30
-# On a GPU, what is kept free of the cache for activations, the allocator's fragments and CUDA's own state.
-CUDA_RESERVED_SHARE = 0.10
+# On a GPU, so much of the memory that is free is used: the rest is for the allocator's fragments and CUDA's own state.
+CUDA_UTILISATION = 0.90
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,21 @@ def choose_num_kv_blocks(
     max_num_seqs: int,
     num_kv_blocks: int | None = None,
     kv_cache_memory_bytes: int | None = None,
+    step_bytes: int = 0,
 ) -> int:
-    """As many blocks as were asked for, else as the free memory gives. Raises `ConfigError` with the numbers."""
+    """As many blocks as were asked for, else as the free memory gives. Raises `ConfigError` with the numbers.
+
+    `step_bytes`: what a step needs besides, on a GPU.
+    """
     if num_kv_blocks is not None:
         num_blocks, wanted_by = num_kv_blocks, f"--num-kv-blocks {num_kv_blocks}"
     elif kv_cache_memory_bytes is not None:
         num_blocks, wanted_by = kv_cache_memory_bytes // shape.block_bytes, f"--kv-cache-memory-bytes {kv_cache_memory_bytes}"
     else:
-        budget = free_bytes * (1 - CUDA_RESERVED_SHARE) if is_cuda else min(CPU_MAX_BYTES, free_bytes * CPU_MEMORY_SHARE)
+        if is_cuda:
+            budget = max(0.0, free_bytes * CUDA_UTILISATION - step_bytes)
+        else:
+            budget = min(CPU_MAX_BYTES, free_bytes * CPU_MEMORY_SHARE)
         # More than every sequence at its longest is never used.
         most = max_num_seqs * shape.num_blocks_for(max_model_len)
         num_blocks, wanted_by = min(most, int(budget) // shape.block_bytes), f"{_mib(int(budget))} of free memory"
@@ -64,10 +71,9 @@ def choose_num_kv_blocks(
             f" {needed} tokens needs {shape.num_blocks_for(needed)} of them"
             f" ({_mib(shape.num_blocks_for(needed) * shape.block_bytes)})"
         )
-    if num_blocks * shape.block_bytes > free_bytes:
-        raise ConfigError(
-            f"{wanted_by} needs {_mib(num_blocks * shape.block_bytes)} for the KV cache, but only {_mib(free_bytes)} are free"
-        )
+    needed_bytes, left_bytes = num_blocks * shape.block_bytes, free_bytes - step_bytes
+    if needed_bytes > left_bytes:
+        raise ConfigError(f"{wanted_by} needs {_mib(needed_bytes)} for the KV cache, but only {_mib(left_bytes)} are free")
     return num_blocks
 
 
@@ -83,6 +89,7 @@ class PagedKVCache:
     """
 
     def __init__(self, shape: KVCacheShape, num_blocks: int, device: torch.device) -> None:
+        self.block_size = shape.block_size
         # One block more than the scheduler knows of: it pads block tables of unequal length, and nobody writes there.
         self.padding_block = num_blocks
         size = (shape.num_layers, 2, num_blocks + 1, shape.block_size, shape.num_kv_heads, shape.head_dim)
@@ -111,6 +118,10 @@ class PagedKVCache:
             for blocks in self._blocks[layer]
         )
         return keys, values
+
+    def blocks(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as they lie there, each [blocks, block_size, kv_heads, head_dim]."""
+        return self._blocks[layer]
 
     def unwritten_layers(self, block_id: int, offset: int) -> list[int]:
         """The layers that have left one slot of a cleared block as it was."""

@@ -24,7 +24,7 @@ from array import array
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from cores.config import ConfigError, EngineConfig, SimulatedConfig
+from cores.config import DEFAULT_BLOCK_SIZE, ConfigError, EngineConfig, SimulatedConfig
 from cores.lora import LoraNotFoundError
 from cores.messages import RankId, TokenLogprobs
 from cores.request import Request
@@ -60,13 +60,15 @@ class SimulatedModelRunner:
         model = read_model_dir(self._config.model)
         self._choices = model.printable_token_ids
         max_model_len = self._config.max_model_len or model.max_model_len
+        block_size = self._config.block_size or DEFAULT_BLOCK_SIZE
         self._pooling = pooling = read_pooling_kind(self._config.model, self._config.runner)
         return ModelInfo(
             device="cpu",
             max_model_len=max_model_len,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
-            num_kv_blocks=num_kv_blocks(self._config, max_model_len),
+            num_kv_blocks=num_kv_blocks(self._config, max_model_len, block_size),
+            block_size=block_size,
             supported_tasks=("generate",) if pooling is None else ("embed",),
             embedding_size=0 if pooling is None else pooling.size,
             embedding_dimensions=() if pooling is None else pooling.dimensions,
@@ -207,14 +209,14 @@ def step_cost_s(cost: SimulatedConfig, batch: SchedulerOutput) -> float:
     )
 
 
-def num_kv_blocks(config: EngineConfig, max_model_len: int) -> int:
+def num_kv_blocks(config: EngineConfig, max_model_len: int, block_size: int = DEFAULT_BLOCK_SIZE) -> int:
     """`--num-kv-blocks`, or room for `max_num_seqs` sequences of 4,096 tokens (or the model length), and one of full length."""
     if config.num_kv_blocks is not None:
-        num_tokens = config.num_kv_blocks * config.block_size
+        num_tokens = config.num_kv_blocks * block_size
         # As with a real model: the scheduler lowers the model's own length to what fits, but not one that was asked for.
         if config.max_model_len is not None and num_tokens < config.max_model_len:
             raise ConfigError(
-                f"--num-kv-blocks {config.num_kv_blocks} of {config.block_size} tokens hold no sequence of"
+                f"--num-kv-blocks {config.num_kv_blocks} of {block_size} tokens hold no sequence of"
                 f" --max-model-len {config.max_model_len} tokens"
             )
         return config.num_kv_blocks
@@ -223,4 +225,4 @@ def num_kv_blocks(config: EngineConfig, max_model_len: int) -> int:
             "--kv-cache-memory-bytes says nothing to the simulated engine, which has no KV cache; use --num-kv-blocks"
         )
     num_tokens = max(config.max_num_seqs * min(max_model_len, NUM_KV_TOKENS_PER_SEQ), max_model_len)
-    return -(-num_tokens // config.block_size)
+    return -(-num_tokens // block_size)

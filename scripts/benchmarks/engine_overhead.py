@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -22,6 +23,7 @@ from cores.messages import RankId
 from cores.request import Request
 from cores.runner.input_batch import build_input_batch
 from cores.runner.interface import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from cores.runner.padded_attention import make_padded_attention
 from cores.runner.paged_kv_cache import KVCacheShape, PagedKVCache
 from cores.runner.sampler import Sampler
 from cores.runner.simulated import SimulatedModelRunner
@@ -110,7 +112,8 @@ def _inputs_ms() -> float:
     shape = KVCacheShape(num_layers=1, block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=8, dtype=torch.float32)
     cache = PagedKVCache(shape, NUM_SEQS * 16, CPU)
     batch = SchedulerOutput([ScheduledRequest(request, 1, True) for request in _requests()], NUM_SEQS, NUM_SEQS)
-    return _median_ms(lambda: build_input_batch(batch, cache, BLOCK_SIZE, torch.float32, CPU))
+    make_attention = partial(make_padded_attention, dtype=torch.float32)
+    return _median_ms(lambda: build_input_batch(batch, cache, make_attention, CPU))
 
 
 def _sampling_ms(**params: float) -> float:

@@ -34,7 +34,7 @@ class CountingRunner:
         self.is_shut_down = False
 
     def load(self) -> ModelInfo:
-        return ModelInfo("cpu", max_model_len=200, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), num_kv_blocks=100)
+        return ModelInfo("cpu", max_model_len=200, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), num_kv_blocks=100, block_size=4)
 
     def execute(self, batch: SchedulerOutput) -> ModelRunnerOutput:
         self._clock.sleep(0.01)

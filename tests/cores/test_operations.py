@@ -26,7 +26,7 @@ class WritingRunner:
         self.unreadable = False
 
     def load(self) -> ModelInfo:
-        return ModelInfo("cpu", max_model_len=200, vocab_size=1000, eos_token_ids=(), num_kv_blocks=100)
+        return ModelInfo("cpu", max_model_len=200, vocab_size=1000, eos_token_ids=(), num_kv_blocks=100, block_size=4)
 
     def execute(self, batch: SchedulerOutput) -> ModelRunnerOutput:
         self.num_computed.append(batch.num_tokens)

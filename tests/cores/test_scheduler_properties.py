@@ -241,7 +241,9 @@ def run_engine(case: Case, requests: dict[int, tuple[int, EngineCoreRequest]]) -
         model="unused", engine="simulated", max_num_seqs=case.max_num_seqs, max_num_batched_tokens=case.budget,
         block_size=case.block_size, enable_prefix_caching=case.prefix_caching,
     )  # fmt: skip
-    info = ModelInfo("cpu", MAX_MODEL_LEN, vocab_size=50, eos_token_ids=(), num_kv_blocks=case.num_blocks)
+    info = ModelInfo(
+        "cpu", MAX_MODEL_LEN, vocab_size=50, eos_token_ids=(), num_kv_blocks=case.num_blocks, block_size=case.block_size
+    )
     core = EngineCore(RankId(0, 1), config, info, PrefixCheckingRunner(config), ManualClock())
     tokens: dict[int, list[int]] = {handle: [] for handle in requests}
     step = 0

@@ -41,6 +41,15 @@ def test_size_comes_from_the_settings_else_from_the_memory() -> None:
     assert choose(free_bytes=80 * GIB, is_cuda=True, max_num_seqs=1024) == 72 * GIB // 368_640
 
 
+def test_on_a_gpu_the_largest_step_keeps_its_memory() -> None:
+    on_gpu = {"free_bytes": 80 * GIB, "is_cuda": True, "max_num_seqs": 1024}
+    assert choose(**on_gpu, step_bytes=4 * GIB) == 68 * GIB // 368_640
+    with pytest.raises(ConfigError, match=r"0 MiB of free memory gives a KV cache of 0 blocks"):
+        choose(**on_gpu, step_bytes=100 * GIB)
+    with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes \d+ needs 79872 MiB .* only 77824 MiB are free"):
+        choose(**on_gpu, kv_cache_memory_bytes=78 * GIB, step_bytes=4 * GIB)
+
+
 def test_no_more_blocks_than_all_sequences_can_use() -> None:
     assert choose(max_num_seqs=2, max_model_len=100) == 2 * 7
 
