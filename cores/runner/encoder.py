@@ -10,7 +10,7 @@ import logging
 
 import torch
 
-from cores.config import ConfigError, EngineConfig
+from cores.config import DEFAULT_BLOCK_SIZE, ConfigError, EngineConfig
 from cores.loader import LoadedModel, device_name, load_encoder
 from cores.pooling_params import PoolingParams
 from cores.request import Request
@@ -45,13 +45,15 @@ class EncoderModelRunner(TorchOperations):
         self._try_one_step()
         logger.info("loaded %s: encoder, %s on %s", self._config.model, loaded.dtype, device_name(loaded.device))
         # Blocks of a cache that does not exist: the scheduler may hand out as many as a step's prompts can ask for.
-        num_blocks = -(-self._config.max_num_batched_tokens // self._config.block_size) + 2 * self._config.max_num_seqs
+        block_size = self._config.block_size or DEFAULT_BLOCK_SIZE
+        num_blocks = -(-self._config.max_num_batched_tokens // block_size) + 2 * self._config.max_num_seqs
         return ModelInfo(
             device=device_name(loaded.device),
             max_model_len=loaded.max_model_len,
             vocab_size=loaded.vocab_size,
             eos_token_ids=(),
             num_kv_blocks=num_blocks,
+            block_size=block_size,
             supported_tasks=("embed",),
             needs_whole_prompts=True,
             embedding_size=self._kind.size,
