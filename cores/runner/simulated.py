@@ -69,6 +69,7 @@ class SimulatedModelRunner:
             eos_token_ids=model.eos_token_ids,
             num_kv_blocks=num_kv_blocks(self._config, max_model_len, block_size),
             block_size=block_size,
+            features=("logprobs",),
             supported_tasks=("generate",) if pooling is None else ("embed",),
             embedding_size=0 if pooling is None else pooling.size,
             embedding_dimensions=() if pooling is None else pooling.dimensions,
