@@ -67,6 +67,7 @@ class SimulatedModelRunner:
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             num_kv_blocks=num_kv_blocks(self._config, max_model_len),
+            features=("logprobs",),
             supported_tasks=("generate",) if pooling is None else ("embed",),
             embedding_size=0 if pooling is None else pooling.size,
             embedding_dimensions=() if pooling is None else pooling.dimensions,
