@@ -13,7 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from cores.lora import LoraError
-from cores.runner.lora import MIN_RUN, RowSegment, cut_row
+from cores.request import Request
+from cores.runner.interface import ScheduledRequest, SchedulerOutput
+from cores.runner.lora import MIN_RUN, LoraModel, RowSegment, cut_row
+from cores.runner.lora_adapter import LoraAdapter, LoraWeights
 from cores.runner.testing import make_random_lora
 from cores.testing import make_request
 from tests.cores.runner.torch_engine import Engine
@@ -265,6 +268,78 @@ def test_missing_and_broken_files_are_named(lora_engine: Engine, tiny_llama: Pat
     assert "adapter_config.json is not JSON" in refusal(lora_engine, path)
     (path / "adapter_config.json").unlink()
     assert "has no adapter_config.json" in refusal(lora_engine, path)
+
+
+# --- the arithmetic -------------------------------------------------------------------------------------------------------
+
+
+class TwoLayers(torch.nn.Module):
+    """The second layer's weights are used without calling it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.called = torch.nn.Linear(24, 40, bias=False, dtype=dtype)
+        self.bypassed = torch.nn.Linear(24, 40, bias=False, dtype=dtype)
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.called(x)
+        torch.nn.functional.linear(x, self.bypassed.weight)
+        return out
+
+
+def batch_of(runs: Sequence[tuple[str | None, int]]) -> SchedulerOutput:
+    scheduled = []
+    for i, (lora_id, length) in enumerate(runs):
+        request = Request.from_engine_core_request(0, make_request(i, length), 1000, lora_id=lora_id)
+        scheduled.append(ScheduledRequest(request, length, samples=True))
+    return SchedulerOutput(scheduled, num_decodes=0, num_tokens=sum(length for _, length in runs))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@torch.inference_mode()
+def test_each_token_gets_what_its_own_adapter_adds(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    model = TwoLayers(dtype)
+    loras = LoraModel(model, max_loras=3, max_rank=8, dtype=dtype, device=torch.device("cpu"))
+    with loras.watched():
+        model(torch.zeros(1, 1, 24, dtype=dtype))
+    for name, rank in (("a", 8), ("b", 3), ("c", 5), ("elsewhere", 8)):
+        layer = "bypassed" if name == "elsewhere" else "called"
+        weights = {layer: LoraWeights(torch.randn(rank, 24).to(dtype), torch.randn(40, rank).to(dtype) / 8)}
+        loras.adapters[name] = LoraAdapter(name, weights)
+    for runs in (
+        [("a", 1), (None, 1), ("b", 1), ("a", 1), ("c", 1)],
+        [("a", 1), ("b", MIN_RUN), ("b", 7), (None, 3), ("c", 2 * MIN_RUN), ("a", 2)],
+        [("elsewhere", 4), ("b", 1), ("a", 1)],  # in the slot that c had
+        [("a" if i % 2 else "b", 1) for i in range(MIN_RUN + 6)],
+        [(None, 5)],
+    ):
+        x = torch.randn(1, sum(length for _, length in runs), 24).to(dtype)
+        with loras.applied(batch_of(runs)):
+            out = model(x)[0]
+        plain, start = model(x)[0], 0
+        for name, length in runs:
+            expected = plain[start : start + length].double()
+            own = loras.adapters[name].weights.get("called") if name is not None else None
+            if own is not None:
+                expected = expected + x[0, start : start + length].double() @ own.a.double().T @ own.b.double().T
+            torch.testing.assert_close(out[start : start + length].double(), expected, rtol=tolerance, atol=tolerance)
+            start += length
+
+
+def test_a_layer_that_the_model_does_not_call_is_none_that_adapters_can_change(tmp_path: Path) -> None:
+    model = TwoLayers(torch.float32)
+    loras = LoraModel(model, max_loras=1, max_rank=8, dtype=torch.float32, device=torch.device("cpu"))
+    with loras.watched():
+        model(torch.zeros(1, 1, 24))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    weights = {f"bypassed.lora_{half}.weight": torch.ones(shape) for half, shape in (("A", (2, 24)), ("B", (40, 2)))}
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(LoraError, match="the model has no layer 'bypassed' that adapters can change; there are called"):
+        loras.load(str(tmp_path))
 
 
 # --- how a row is cut -----------------------------------------------------------------------------------------------------
