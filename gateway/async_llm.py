@@ -291,8 +291,8 @@ class AsyncLLM(EngineClient):
         """Admits, registers and sends a request. Its internal id, and where its outputs come."""
         params, num_tokens = processed.sampling_params, len(processed.prompt_token_ids)
         more = Usage(params.n, num_tokens)
-        self.admission.admit(self._usage, more, self._clock(), reported_tokens=self.core_client.num_reported_tokens)
         lora = None if lora_name is None else self.loras.require(lora_name, "lora_request")
+        self.admission.admit(self._usage, more, self._clock(), reported_tokens=self.core_client.num_reported_tokens)
         request = EngineCoreRequest(
             handle=0,  # each sequence gets its own when it is submitted
             request_id=f"{external_id}-{uuid.uuid4().hex[:8]}",
