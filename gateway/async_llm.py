@@ -100,7 +100,7 @@ class AsyncLLM(EngineClient):
             config.server.served_model_name or (model_config.name,),
             is_enabled=config.engine.enable_lora,
         )
-        core_client.before_serving = self._restore
+        core_client.ranks.before_serving = self._restore
         self._trace_warned = False
         self._own_run_directory: str | None = None
 

@@ -1,14 +1,10 @@
-"""One engine core behind ZMQ: transport, handshake, heartbeats, utility calls and the death funnel.
+"""Engine cores behind ZMQ: transport, handshake, heartbeats and utility calls. What follows from it is in `ranks`.
 
 Theory of operation
 -------------------
 The client binds a ROUTER (commands out, `EngineReady` in) and a PULL (everything else in). A rank says `EngineReady` on the
 ROUTER once it has loaded; from then on it is addressed by the identity of that life, so that a command for a dead life cannot
-reach its successor.
-
-Death and doubt are two things. **Proof**: the engine's own `EngineCoreDead`, or the launcher's verdict (it sees the process
-end). The first proof closes the life: what has arrived is read, then `EngineDied` is queued behind it, and every later frame of
-that epoch is dropped. **Suspicion**: no sign of life for three seconds. It only takes the rank out of rotation (`RankHealth`).
+reach its successor. All that the output handler is to know goes through one queue, in the order in which it came.
 """
 
 from __future__ import annotations
@@ -18,34 +14,33 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import zmq
 
 from balancer.ledger import LoadLedger
 from balancer.load import RoutingRequest
-from balancer.rank_health import RankHealth, RankState
+from balancer.rank_health import RankState
 from cores import messages as m
-from cores.codec import CodecError, decode, encode
+from cores.codec import CodecError, Message, decode, encode
 from cores.log import is_worth_a_line
 from gateway.config import GatewayConfig
 from gateway.core_client.base import (
     EngineCoreClient,
     EngineDied,
-    EngineFailed,
     FrontEndPlace,
-    RanksChanged,
     Received,
     SentRequest,
 )
 from gateway.core_client.launcher_link import LauncherLink
-from gateway.core_client.rank import Rank, RankLife
-from gateway.core_client.sockets import LoopSocket, ipc_address
+from gateway.core_client.rank import RankLife
+from gateway.core_client.ranks import Ranks
 from gateway.core_client.utility_calls import UtilityCalls, count_survivors
 from gateway.embedded import EmbeddedLauncher, start_embedded_launcher
-from gateway.errors import EngineDeadError, GatewayError, InvalidRequestError, OverloadedError
+from gateway.errors import EngineDeadError, InvalidRequestError
 from gateway.event_log import EventLog
+from gateway.loop_socket import LoopSocket, ipc_address
 from gateway.status import RankStatus
 
 logger = logging.getLogger(__name__)
@@ -59,30 +54,27 @@ class AsyncMPClient(EngineCoreClient):
     """Every request goes to the one rank of this endpoint."""
 
     def __init__(self, config: GatewayConfig, place: FrontEndPlace, clock: Callable[[], float] = time.monotonic) -> None:
-        self.events = EventLog()
         self.ledger = LoadLedger()
         self.num_malformed_frames = 0
         self.num_stale_frames = 0
         self.on_shutdown: Callable[[float], None] = lambda timeout_s: None  # the launcher's order; set by the front end
-        self.before_serving: Callable[[m.RankId], Awaitable[None]] | None = None  # what a rank needs before it takes requests
         self._config = config
         self.place = place
         self._clock = clock
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._commands = LoopSocket(self._context, zmq.ROUTER, self._on_command_socket)
         self._outputs = LoopSocket(self._context, zmq.PULL, self._on_output_socket)
-        self._link = LauncherLink(self._context, self._on_group_state, self._on_shutdown)
-        self.embedded: EmbeddedLauncher | None = None
-        self._ranks = {rank: Rank(self._new_life(m.RankId(rank, 0))) for rank in config.parallel.ranks}
-        self._utilities = UtilityCalls()
         self._received: asyncio.Queue[Received] = asyncio.Queue()
-        self._all_ready = asyncio.Event()
-        self._failure: str | None = None
+        self.ranks = Ranks(
+            config, place.life, self.ledger, clock,
+            put=self._received.put_nowait, tell_launcher=self._tell_launcher, read_all=self._outputs.drain_now,
+        )  # fmt: skip
+        self.link = LauncherLink(self._context, self.ranks.on_group_state, self._on_shutdown)
+        self.embedded: EmbeddedLauncher | None = None
+        self._utilities = UtilityCalls()
         self._last_handle = 0
         self._sent: dict[int, SentRequest] = {}  # what ranks have of us, to give it to another
-        self._last_eligible: set[m.RankId] = set()
         self._ticker: asyncio.Task[None] | None = None
-        self._preparations: set[asyncio.Task[None]] = set()
         self._closed = False
 
     # --- life of the client -------------------------------------------------------------------------------------------
@@ -97,11 +89,14 @@ class AsyncMPClient(EngineCoreClient):
         if control_address is None:
             self.embedded = await start_embedded_launcher(self._config, place.run_directory)
             control_address = self.embedded.control_address
-        self._link.start(control_address, place.index)
-        self._link.send(m.FrontEndHello(place.index, os.getpid(), input_address, output_address))
+        self.link.start(control_address, place.index)
+        self.link.send(m.FrontEndHello(place.index, os.getpid(), input_address, output_address))
         self._ticker = asyncio.create_task(self._tick(), name="core-client-ticker")
         self._ticker.add_done_callback(self._on_ticker_done)
         await self._wait_until_ready()
+
+    def _tell_launcher(self, message: Message) -> None:
+        self.link.send(message)
 
     def _on_shutdown(self, timeout_s: float) -> None:
         self.on_shutdown(timeout_s)
@@ -109,11 +104,11 @@ class AsyncMPClient(EngineCoreClient):
     async def _wait_until_ready(self) -> None:
         timeout_s = self._config.fault.engine_ready_timeout + READY_MARGIN_S
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._all_ready.wait(), timeout_s)
-        if self._failure is not None:
-            raise EngineDeadError(f"the engine failed to start: {self._failure}", cause=self._failure)
-        if not self._all_ready.is_set():
-            missing = [rank for rank, r in self._ranks.items() if r.life.ready is None]
+            await asyncio.wait_for(self.ranks.all_ready.wait(), timeout_s)
+        if (failure := self.failure) is not None:
+            raise EngineDeadError(f"the engine failed to start: {failure}", cause=failure)
+        if not self.ranks.all_ready.is_set():
+            missing = [life.rank_id.rank for life in self.ranks.lives if life.ready is None]
             raise EngineDeadError(f"ranks {missing} were not ready after {timeout_s:.0f} s")
 
     async def shutdown(self) -> None:
@@ -122,14 +117,13 @@ class AsyncMPClient(EngineCoreClient):
         self._closed = True
         if self._ticker is not None:
             self._ticker.cancel()
-        for preparation in self._preparations:
-            preparation.cancel()
+        self.ranks.close()
         self._utilities.fail_all(EngineDeadError("the engine client was shut down"))
         try:
             if self.embedded is not None:
                 await self.embedded.stop()
         finally:
-            for socket in (self._commands, self._outputs, self._link):
+            for socket in (self._commands, self._outputs, self.link):
                 socket.close()
             self._context.term()
 
@@ -143,10 +137,10 @@ class AsyncMPClient(EngineCoreClient):
         # Atomic on the loop: choosing, booking and sending must not be split by an await, or a burst would choose alike.
         request, now = sent.request, self._clock()
         rank_id = self._choose(sent.routing, now)
-        rank, life = self._ranks[rank_id.rank], self._ranks[rank_id.rank].life
+        rank = self.ranks[rank_id.rank]
         self.ledger.book(request.handle, rank_id, sent.routing.num_prompt_tokens)
         try:
-            seq = self._send(life, lambda seq: m.AddRequest(seq, request))
+            seq = self._send(rank.life, lambda seq: m.AddRequest(seq, request))
         except BaseException:
             self.ledger.release(request.handle)
             raise
@@ -158,21 +152,15 @@ class AsyncMPClient(EngineCoreClient):
 
     def _choose(self, routing: RoutingRequest, now: float) -> m.RankId:
         """The rank for a request. Overridden where there is a choice."""
-        (rank,) = self._ranks.values()
+        (rank,) = self.ranks
         if routing.pinned_rank is not None and routing.pinned_rank != rank.life.rank_id.rank:
             raise InvalidRequestError(
                 f"data_parallel_rank must be {rank.life.rank_id.rank}, the only rank here, got {routing.pinned_rank}",
                 "data_parallel_rank",
             )
         if not rank.life.health.is_serving or rank.life.health.refuses_requests:
-            raise self._unavailable()
+            raise self.ranks.unavailable()
         return rank.life.rank_id
-
-    def _unavailable(self, what: str = "no rank can take a request now") -> OverloadedError | EngineDeadError:
-        if self._failure is not None:
-            return EngineDeadError(f"the engine is dead: {self._failure}", cause=self._failure)
-        states = ", ".join(f"rank {rank} is {r.life.health.state.value}" for rank, r in self._ranks.items())
-        return OverloadedError(f"{what}: {states}")
 
     def abort_requests(self, handles: Collection[int]) -> None:
         by_rank: dict[m.RankId, list[int]] = {}
@@ -184,7 +172,7 @@ class AsyncMPClient(EngineCoreClient):
             self._abort_on(rank_id, tuple(held))
 
     def _abort_on(self, rank_id: m.RankId, handles: tuple[int, ...]) -> None:
-        life = self._ranks[rank_id.rank].life
+        life = self.ranks[rank_id.rank].life
         abort_seq = None
         if life.rank_id == rank_id:
             with contextlib.suppress(EngineDeadError):  # a rank that is gone needs no abort
@@ -214,10 +202,10 @@ class AsyncMPClient(EngineCoreClient):
     # --- utilities ----------------------------------------------------------------------------------------------------
 
     async def call_utility(self, method: str, *args: Any, timeout_s: float | None = None) -> dict[int, Any]:
-        lives = [rank.life for rank in self._ranks.values() if rank.life.health.state != RankState.DEAD]
+        lives = [life for life in self.ranks.lives if life.health.state != RankState.DEAD]
         # Before anything is sent: one that is still starting would be left out of what the others do.
         if not lives or not all(life.health.is_serving for life in lives):
-            raise self._unavailable(f"{method} needs all ranks")
+            raise self.ranks.unavailable(f"{method} needs all ranks")
         rank_ids = [life.rank_id for life in lives]
         results = await self.call_utility_on(rank_ids, method, *args, timeout_s=timeout_s)
         return {rank_id.rank: result for rank_id, result in zip(rank_ids, results, strict=True)}
@@ -228,7 +216,7 @@ class AsyncMPClient(EngineCoreClient):
         """On these only, whatever the others are doing."""
 
         def send(rank_id: m.RankId, command: Callable[[int], m.Command]) -> None:
-            self._send(self._life_of(rank_id), command)
+            self._send(self.ranks.life_of(rank_id), command)
 
         return await self._utilities.call(send, rank_ids, method, args, timeout_s)
 
@@ -261,68 +249,15 @@ class AsyncMPClient(EngineCoreClient):
         message = self._decode(rest[-1]) if rest else None
         if not isinstance(message, m.EngineReady):
             return
-        rank = self._ranks.get(message.rank_id.rank)
-        # Nobody but a life itself may announce it: a newer one ends the one before.
-        if rank is None or identity != message.rank_id.identity or message.rank_id.epoch < rank.life.rank_id.epoch:
+        if not self.ranks.on_engine_ready(identity, message):
             self.num_stale_frames += 1
-            return
-        life = self._life_for(rank, message.rank_id)
-        if life.ready is not None or life.health.state == RankState.DEAD:
-            self.num_stale_frames += 1
-            return
-        self._on_engine_ready(life, message)
-
-    def _on_engine_ready(self, life: RankLife, ready: m.EngineReady) -> None:
-        life.ready = ready
-        if self.before_serving is None:
-            self._begin_serving(life, ready)
-        else:
-            task = asyncio.create_task(self._prepare(life, ready, self.before_serving), name=f"prepare {life.rank_id}")
-            self._preparations.add(task)
-            task.add_done_callback(self._preparations.discard)
-
-    async def _prepare(self, life: RankLife, ready: m.EngineReady, prepare: Callable[[m.RankId], Awaitable[None]]) -> None:
-        try:
-            await prepare(life.rank_id)
-        except Exception as error:  # whatever it is: nobody else would ever see that this rank takes no requests
-            level = logging.DEBUG if isinstance(error, GatewayError) else logging.ERROR
-            logger.log(level, "%s cannot be prepared", life.rank_id, exc_info=error)
-            self._declare_dead(life.rank_id, f"it could not be prepared: {error}")
-        else:
-            if life.health.state != RankState.DEAD:
-                self._begin_serving(life, ready)
-
-    def _begin_serving(self, life: RankLife, ready: m.EngineReady) -> None:
-        now = self._clock()
-        life.health.on_ready(now)
-        self.ledger.add_rank(
-            life.rank_id, max_num_batched_tokens=ready.max_num_batched_tokens, max_num_seqs=ready.max_num_seqs, now=now
-        )
-        text = f"epoch {life.rank_id.epoch} is ready on {ready.node}, {ready.device}, pid {ready.pid}"
-        self.events.add("ready", life.rank_id.rank, text, now)
-        self._check_all_ready()
-        self._note_eligible()
-
-    def _note_eligible(self) -> None:
-        """Tells the output handler when there is a rank more to choose from: something may wait for it."""
-        eligible = set(self.eligible)
-        if not eligible <= self._last_eligible:
-            self._received.put_nowait(RanksChanged())
-        self._last_eligible = eligible
-
-    def _check_all_ready(self) -> None:
-        """A rank that the launcher has given up is not waited for by a front end that starts later."""
-        lives = [rank.life for rank in self._ranks.values()]
-        if any(life.ready for life in lives) and all(life.ready or life.health.state == RankState.DEAD for life in lives):
-            self._all_ready.set()
 
     def _on_output_socket(self, frames: list[bytes]) -> None:
         message = self._decode(frames[-1])
         if message is None:
             return
-        rank_id = getattr(message, "rank_id", None)
-        rank = self._ranks.get(rank_id.rank) if rank_id is not None else None
-        if rank is None or rank_id != rank.life.rank_id or rank.life.health.state == RankState.DEAD:
+        rank = self.ranks.living(getattr(message, "rank_id", None))
+        if rank is None:
             self.num_stale_frames += 1
             return
         now, life = self._clock(), rank.life
@@ -340,12 +275,11 @@ class AsyncMPClient(EngineCoreClient):
                     life.health.on_engine_state(message.state, now)
                     life.weight_version = message.weight_version
                     rank.on_stats(message.stats, now)
-                    self._note_eligible()  # it may have been resumed
                 life.health.on_sign_of_life(now, message.step, has_work)
                 self._on_load(life, message.step, message.command_seq, message.load, now)
-                self._note_eligible()  # it may have been resumed
+                self.ranks.note_eligible()  # it may have been resumed
             case m.EngineCoreDead():
-                self._declare_dead(message.rank_id, message.cause or "it was shut down")
+                self.ranks.declare_dead(message.rank_id, message.cause or "it was shut down")
             case m.UtilityResult():
                 self._received.put_nowait(message)
 
@@ -353,180 +287,89 @@ class AsyncMPClient(EngineCoreClient):
         life.load, life.load_at_s = load, now
         self.ledger.on_report(life.rank_id, step, command_seq, load, now)
 
-    # --- death and doubt ----------------------------------------------------------------------------------------------
-
-    def _on_group_state(self, group: m.GroupState) -> None:
-        now = self._clock()
-        for record in group.ranks:
-            rank = self._ranks.get(record.rank)
-            if rank is None or record.epoch < rank.life.rank_id.epoch:
-                continue
-            life = self._life_for(rank, m.RankId(record.rank, record.epoch))
-            rank.restarts = record.restarts
-            if record.state == "dead":
-                self._outputs.drain_now()  # what the rank still said comes before the news of its death
-                self._declare_dead(life.rank_id, record.cause or "unknown cause", tell_launcher=False)
-            life.health.on_launcher_state(record.state, now)
-        self._check_all_ready()
-        if group.failed is not None and self._failure is None:
-            self._failure = group.failed
-            self._received.put_nowait(EngineFailed(group.failed))
-            self._all_ready.set()
-
-    def _declare_dead(self, rank_id: m.RankId, cause: str, *, tell_launcher: bool = True) -> None:
-        """The one way into death. The first proof counts."""
-        rank = self._ranks[rank_id.rank]
-        if rank.life.rank_id != rank_id or rank.life.health.state == RankState.DEAD:
-            return
-        now, headline = self._clock(), cause.partition("\n")[0]
-        rank.life.health.on_dead(now, headline)
-        rank.on_death(headline, now)
-        text = f"died with {len(self.ledger.handles_on(rank_id))} requests in flight: {headline}"
-        self.events.add("death", rank_id.rank, f"epoch {rank_id.epoch} {text}", now)
-        logger.log(logging.INFO if self._closed else logging.ERROR, "%s %s", rank_id, text)
-        self._received.put_nowait(EngineDied(rank_id, headline))
-        if tell_launcher:
-            self._link.send(m.RankDied(rank_id, headline))
-
     def on_engine_died(self, died: EngineDied) -> list[SentRequest]:
         self._utilities.on_engine_died(died.rank_id, died.cause)
         return [self._sent.pop(handle) for handle in self.ledger.remove_rank(died.rank_id)]
 
     def note_moved(self, died: EngineDied, num_moved: int, num_lost: int) -> None:
         """For the counters and the event log."""
-        self._ranks[died.rank_id.rank].requests_moved_away += num_moved
+        self.ranks[died.rank_id.rank].requests_moved_away += num_moved
         if num_moved:
             lost = f", {num_lost} failed" if num_lost else ""
             text = f"{num_moved} requests of epoch {died.rank_id.epoch} go on elsewhere{lost}"
             self.events.add("move", died.rank_id.rank, text, self._clock())
 
-    def _life_of(self, rank_id: m.RankId) -> RankLife:
-        """Raises `EngineDeadError` when that life is over."""
-        life = self._ranks[rank_id.rank].life
-        if life.rank_id != rank_id or life.health.state == RankState.DEAD:
-            raise EngineDeadError(f"{rank_id} died", rank_id.rank, self._ranks[rank_id.rank].death_cause)
-        return life
-
-    def _life_for(self, rank: Rank, rank_id: m.RankId) -> RankLife:
-        """The rank's life of that epoch; a newer epoch than known begins one, and ends the older if nobody said so."""
-        if rank_id.epoch > rank.life.rank_id.epoch:
-            if rank.life.ready is not None:
-                self._declare_dead(rank.life.rank_id, "it was replaced", tell_launcher=False)
-            if rank.life.rank_id.epoch:  # 0 stands for what was before the first
-                self.events.add("restart", rank_id.rank, f"epoch {rank_id.epoch} begins", self._clock())
-            rank.begin_life(self._new_life(rank_id))
-        return rank.life
-
-    def _new_life(self, rank_id: m.RankId) -> RankLife:
-        health = RankHealth(rank_id, self._clock(), stall_timeout_s=self._config.fault.stall_timeout)
-        # The rank's first reports to a front end that has started again may still count its predecessor's commands. They must
-        # not pass for ours: every life has numbers of its own.
-        return RankLife(rank_id, health, last_seq=self.place.life << 32)
+    # --- the clockwork ------------------------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
         looked_s, was_late = self._clock(), False
         while True:
             await asyncio.sleep(TICK_INTERVAL_S)
-            self._link.poke()
+            self.link.poke()
             self._outputs.poke()
             self._commands.poke()
             now = self._clock()
             # A pause of our own proves nothing about ranks: what they said meanwhile is still to be read, once.
             was_late = now - looked_s >= MAX_TICK_S and not was_late
             if not was_late:
-                for rank in self._ranks.values():
-                    self._check_silence(rank.life, now)
+                self.ranks.look_for_silence(now)
             looked_s = now
-            self._note_eligible()
-            if self.embedded is not None and self.embedded.exit_code is not None and self._failure is None:
-                self._fail(f"the launcher ended with exit code {self.embedded.exit_code}")
+            self.ranks.note_eligible()
+            if self.embedded is not None and self.embedded.exit_code is not None and self.failure is None:
+                self.ranks.fail(f"the launcher ended with exit code {self.embedded.exit_code}")
 
     def _on_ticker_done(self, task: asyncio.Task[None]) -> None:
         """Without it a silent rank would look alive for ever."""
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.critical("the core client's ticker ended", exc_info=error)
-            self._fail(f"the core client's ticker ended: {error!r}")
-
-    def _fail(self, cause: str) -> None:
-        for rank in self._ranks.values():
-            self._declare_dead(rank.life.rank_id, cause, tell_launcher=False)
-        self._failure = cause
-        self._received.put_nowait(EngineFailed(cause))
-        self._all_ready.set()
-
-    def _check_silence(self, life: RankLife, now: float) -> None:
-        state = life.health.on_timer(now, has_own_work=bool(self.ledger.handles_on(life.rank_id)))
-        if state is RankState.SUSPECT:
-            silent_s = life.health.last_seen_s(now)
-            logger.warning("%s is suspect: nothing heard for %.1f s", life.rank_id, silent_s)
-            self._link.send(m.RankSuspected(life.rank_id, silent_s))
-        elif state is RankState.STALLED:
-            text = f"stalled: it has work and made no step for {life.health.last_progress_s(now):.1f} s"
-            logger.warning("%s %s", life.rank_id, text)
-            self.events.add("stall", life.rank_id.rank, f"epoch {life.rank_id.epoch} {text}", now)
-            self._link.send(m.RankStalled(life.rank_id, text))
+            self.ranks.fail(f"the core client's ticker ended: {error!r}")
 
     # --- what it looks like -------------------------------------------------------------------------------------------
 
     @property
+    def events(self) -> EventLog:
+        return self.ranks.events
+
+    @property
     def eligible(self) -> list[m.RankId]:
-        """The ready ranks. Where there is none, those that are only silent: most likely they are slow, and if not, failover
-        takes back what they get."""
-        lives = [rank.life for rank in self._ranks.values()]
-        ready = [life.rank_id for life in lives if life.health.is_eligible]
-        return ready or [life.rank_id for life in lives if life.health.state is RankState.SUSPECT]
+        return self.ranks.eligible
 
     @property
     def serving(self) -> list[m.RankId]:
-        return [rank.life.rank_id for rank in self._ranks.values() if rank.life.health.is_serving]
+        return self.ranks.serving
 
     def set_missing_loras(self, rank_id: m.RankId, missing: dict[str, str]) -> None:
         """The adapters, by name, that this life of a rank could not load, and why."""
-        life = self._ranks[rank_id.rank].life
+        life = self.ranks[rank_id.rank].life
         if life.rank_id == rank_id:
             life.missing_loras = missing
 
-    def eligible_for(self, lora_name: str | None) -> list[m.RankId]:
-        """Those that have the adapter. If none has it, all: the engine says why."""
-        eligible = self.eligible
-        if lora_name is None:
-            return eligible
-        return [rank_id for rank_id in eligible if lora_name not in self._ranks[rank_id.rank].life.missing_loras] or eligible
-
     @property
     def ready_messages(self) -> Sequence[m.EngineReady]:
-        return [rank.life.ready for rank in self._ranks.values() if rank.life.ready is not None]
+        return [life.ready for life in self.ranks.lives if life.ready is not None]
 
     @property
     def failure(self) -> str | None:
-        return self._failure
+        return self.ranks.failure
 
     @property
     def awaits_restart(self) -> bool:
-        is_serving = any(rank.life.health.is_serving for rank in self._ranks.values())
-        return not is_serving and self._failure is None and self._config.fault.engine_restarts > 0
-
-    @property
-    def link(self) -> LauncherLink:
-        return self._link
+        return self.ranks.awaits_restart
 
     @property
     def standstill(self) -> str | None:
-        states = {rank.life.health.state for rank in self._ranks.values()}
-        if RankState.READY in states:
-            return None
-        return next((s.value for s in (RankState.SLEEPING, RankState.PAUSED, RankState.DRAINING) if s in states), None)
+        return self.ranks.standstill
 
     @property
     def num_reported_tokens(self) -> int:
-        return sum(rank.life.load.num_prefill_tokens for rank in self._ranks.values() if rank.life.health.is_eligible)
+        return self.ranks.num_reported_tokens
 
     @property
     def num_unreported_tokens(self) -> int:
         return self.ledger.num_unreported_tokens
 
     def rank_statuses(self, now: float) -> list[RankStatus]:
-        return [rank.status(now, self.ledger.booked_tokens(rank.life.rank_id)) for rank in self._ranks.values()]
+        return self.ranks.statuses(now)
 
     def group_status(self, now: float) -> tuple[dict[str, Any], ...]:
         """What is known of the group's other endpoints. Only an external load balancer has any."""

@@ -15,7 +15,7 @@ import zmq
 
 from cores.codec import CodecError, decode, encode
 from cores.messages import GroupLoads, MemberLeft, MemberReport, RankId, RankLoad
-from gateway.core_client.sockets import LoopSocket
+from gateway.loop_socket import LoopSocket
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ class DPAsyncMPClient(AsyncMPClient):
     async def _report_for_ever(self) -> None:
         last_ranks, last_s = None, 0.0
         while True:
-            ranks = tuple((r.life.rank_id, r.life.health.state.value, r.life.load) for r in self._ranks.values())
+            ranks = tuple((life.rank_id, life.health.state.value, life.load) for life in self.ranks.lives)
             is_due = ranks != last_ranks or self._clock() - last_s >= IDLE_REPORT_INTERVAL_S
             if is_due and self._coordinator.report(self.place.url, ranks):
                 last_ranks, last_s = ranks, self._clock()

@@ -31,10 +31,10 @@ class DPLBAsyncMPClient(AsyncMPClient):
         self._balancer = LoadBalancer(policy, self.ledger)
 
     def _choose(self, routing: RoutingRequest, now: float) -> RankId:
-        eligible = self.eligible_for(routing.lora_name) if routing.pinned_rank is None else self.eligible
+        eligible = self.ranks.eligible_for(routing.lora_name) if routing.pinned_rank is None else self.eligible
         try:
             return self._balancer.choose(routing, eligible, now).rank_id
         except UnknownRankError as error:
             raise InvalidRequestError(f"data_parallel_rank: {error}", "data_parallel_rank") from error
         except NoRankAvailableError as error:
-            raise self._unavailable() from error
+            raise self.ranks.unavailable() from error

@@ -9,7 +9,7 @@ import zmq
 
 from cores.codec import CodecError, Message, decode, encode
 from cores.messages import GroupState, Shutdown, front_end_identity
-from gateway.core_client.sockets import LoopSocket
+from gateway.loop_socket import LoopSocket
 
 logger = logging.getLogger(__name__)
 

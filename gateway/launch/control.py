@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 
 import zmq
 
-from cores.codec import MAX_FRAME_BYTES, Message, decode, encode
+from cores.codec import Message, decode, encode
 from cores.log import is_worth_a_line
 from cores.messages import (
     EngineCoreDead,
@@ -19,6 +18,7 @@ from cores.messages import (
     FrontEndReady,
     front_end_identity,
 )  # fmt: skip
+from gateway.loop_socket import LoopSocket
 
 logger = logging.getLogger(__name__)
 
@@ -50,49 +50,34 @@ class ControlSocket:
         self.address = address
         self.num_malformed = 0
         self._on_message = on_message
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # A restarted front end has the name of the dead one; what is for it shall not go to the dead one's connection.
+        self._socket = LoopSocket(self._context, zmq.ROUTER, self._on_frames, hands_over=True, linger_ms=LINGER_MS)
 
     def start(self) -> None:
-        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # A restarted front end has the name of the dead one; what is for it shall not go to the dead one's connection.
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        """Raises `zmq.ZMQError` when the address cannot be bound."""
         self._socket.bind(self.address)
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket.FD, self._drain)
+        self._socket.start()
 
-    def _drain(self) -> None:
-        while not self._socket.closed:
-            try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                (frame,) = frames
-                message = decode(frame)
-                check_sender(identity, message)
-            except ValueError as error:  # not one frame, not one of ours, or not its own
-                self.num_malformed += 1
-                if is_worth_a_line(self.num_malformed):
-                    logger.error(
-                        "control socket: dropped a malformed message of %r (%d so far): %s",
-                        identity, self.num_malformed, error,
-                    )  # fmt: skip
-                continue
-            self._on_message(identity, message)
+    def _on_frames(self, frames: list[bytes]) -> None:
+        identity, *rest = frames
+        try:
+            (frame,) = rest
+            message = decode(frame)
+            check_sender(identity, message)
+        except ValueError as error:  # not one frame, not one of ours, or not its own
+            self.num_malformed += 1
+            if is_worth_a_line(self.num_malformed):
+                logger.error(
+                    "control socket: dropped a malformed message of %r (%d so far): %s", identity, self.num_malformed, error
+                )
+            return
+        self._on_message(identity, message)
 
     def send(self, identity: bytes, message: Message) -> bool:
         """Never waits. False when that peer is not there."""
-        assert self._loop is not None
-        # The descriptor signals edges, and a send may swallow the one that announced a message.
-        self._loop.call_soon(self._drain)
         try:
-            self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+            self._socket.send([identity, encode(message)])
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
@@ -100,7 +85,5 @@ class ControlSocket:
         return True
 
     def close(self) -> None:
-        if self._loop is not None and not self._socket.closed:
-            self._loop.remove_reader(self._socket.FD)
         self._socket.close()
         self._context.term()  # at most LINGER_MS

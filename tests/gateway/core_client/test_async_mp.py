@@ -137,7 +137,7 @@ async def test_a_restarted_rank_that_cannot_be_prepared_is_dead_and_its_launcher
     async def prepare(rank_id: RankId) -> None:
         raise error
 
-    group.client.before_serving = prepare
+    group.client.ranks.before_serving = prepare
     group.tell_state(RankRecord(0, 1, "dead", "killed", 1, None, True), RankRecord(1, 1, "ready"))
     await group.until(lambda: group.state(0) == "dead")
     await group.begin_life(RankId(0, 2))
@@ -170,10 +170,10 @@ async def test_frames_that_are_none_of_ours_are_counted_and_harm_nobody(group: F
 
 
 async def test_a_client_whose_own_clockwork_fails_says_that_it_is_dead(group: FakeGroup) -> None:
-    def broken(life: object, now: float) -> None:
+    def broken(now: float) -> None:
         raise RuntimeError("a wheel is off")
 
-    group.client._check_silence = broken  # type: ignore[method-assign]
+    group.client.ranks.look_for_silence = broken  # type: ignore[method-assign]
     received = [await group.received() for _ in range(3)]
     assert {type(message) for message in received[:2]} == {EngineDied}
     assert isinstance(received[2], EngineFailed)

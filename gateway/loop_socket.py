@@ -27,7 +27,8 @@ LOSSY_HIGH_WATER_MARK = 4
 class LoopSocket:
     """A ZMQ socket whose incoming messages are handed to `on_message(frames)` on the running loop.
 
-    A lossy one keeps nothing for a peer that is not there or does not read: `send` raises `zmq.Again`.
+    A lossy one keeps nothing for a peer that is not there or does not read: `send` raises `zmq.Again`. A ROUTER with
+    `hands_over` gives a name to whoever claims it last: a process that starts again has the name of its dead predecessor.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class LoopSocket:
         on_message: Callable[[list[bytes]], None],
         *,
         is_lossy: bool = False,
+        hands_over: bool = False,
         linger_ms: int = 0,
     ) -> None:
         self._socket = context.socket(kind)
@@ -51,6 +53,7 @@ class LoopSocket:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         if kind == zmq.ROUTER:
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a peer that is gone raises instead of vanishing
+            self._socket.setsockopt(zmq.ROUTER_HANDOVER, hands_over)
 
     def bind(self, address: str) -> str:
         """Binds, and returns the address as bound."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from gateway.core_client.sockets import MAX_FRAMES_PER_TURN, LoopSocket, ipc_address
+from gateway.loop_socket import MAX_FRAMES_PER_TURN, LoopSocket, ipc_address
 
 DEADLINE_S = 20.0
 

@@ -1,0 +1,271 @@
+"""The ranks of an endpoint as one front end sees them: their lives, our doubts, and the one way into death. Knows no sockets.
+
+Theory of operation
+-------------------
+A rank says `EngineReady` once it has loaded, and is prepared before it takes requests. Then there are two ways to lose it.
+**Proof**: the engine's own `EngineCoreDead`, or the launcher's verdict (it sees the process end). The first proof closes the
+life: what has arrived is read, then `EngineDied` is queued behind it, and every later frame of that epoch is dropped.
+**Suspicion**: no sign of life for three seconds, or work without a step. It only takes the rank out of rotation (`RankHealth`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+
+from balancer.ledger import LoadLedger
+from balancer.rank_health import RankHealth, RankState
+from cores import messages as m
+from cores.codec import Message
+from gateway.config import FaultConfig, GatewayConfig
+from gateway.core_client.base import EngineDied, EngineFailed, RanksChanged, Received
+from gateway.core_client.rank import Rank, RankLife
+from gateway.errors import EngineDeadError, GatewayError, OverloadedError
+from gateway.event_log import EventLog
+from gateway.status import RankStatus
+
+logger = logging.getLogger(__name__)
+
+
+class Ranks:
+    """`put` queues what the output handler is to know, in order; `read_all` takes in what has arrived by now."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        front_end_life: int,
+        ledger: LoadLedger,
+        clock: Callable[[], float],
+        *,
+        put: Callable[[Received], None],
+        tell_launcher: Callable[[Message], None],
+        read_all: Callable[[], None],
+    ) -> None:
+        self.events = EventLog()
+        self.failure: str | None = None  # why no rank is left and none will come back
+        self.all_ready = asyncio.Event()  # or beyond hope
+        self.before_serving: Callable[[m.RankId], Awaitable[None]] | None = None  # what a rank needs before it takes requests
+        self._fault: FaultConfig = config.fault
+        self._front_end_life = front_end_life
+        self._ledger = ledger
+        self._clock = clock
+        self._put = put
+        self._tell_launcher = tell_launcher
+        self._read_all = read_all
+        self._ranks = {rank: Rank(self._new_life(m.RankId(rank, 0))) for rank in config.parallel.ranks}
+        self._last_eligible: set[m.RankId] = set()
+        self._preparations: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def __iter__(self) -> Iterator[Rank]:
+        return iter(self._ranks.values())
+
+    def __getitem__(self, number: int) -> Rank:
+        return self._ranks[number]
+
+    def close(self) -> None:
+        """What dies from now on was asked to."""
+        self._closed = True
+        for preparation in self._preparations:
+            preparation.cancel()
+
+    # --- lives --------------------------------------------------------------------------------------------------------
+
+    @property
+    def lives(self) -> list[RankLife]:
+        return [rank.life for rank in self]
+
+    def living(self, rank_id: m.RankId | None) -> Rank | None:
+        """The rank, if that is its present life and not over; None for frames that come too late or from nobody."""
+        rank = None if rank_id is None else self._ranks.get(rank_id.rank)
+        if rank is None or rank.life.rank_id != rank_id or rank.life.health.state == RankState.DEAD:
+            return None
+        return rank
+
+    def life_of(self, rank_id: m.RankId) -> RankLife:
+        """Raises `EngineDeadError` when that life is over."""
+        rank = self.living(rank_id)
+        if rank is None:
+            raise EngineDeadError(f"{rank_id} died", rank_id.rank, self[rank_id.rank].death_cause)
+        return rank.life
+
+    def on_engine_ready(self, identity: bytes, ready: m.EngineReady) -> bool:
+        """The first word of a life. False when it is none: old, repeated, or of somebody else."""
+        rank = self._ranks.get(ready.rank_id.rank)
+        # Nobody but a life itself may announce it: a newer one ends the one before.
+        if rank is None or identity != ready.rank_id.identity or ready.rank_id.epoch < rank.life.rank_id.epoch:
+            return False
+        life = self._life_for(rank, ready.rank_id)
+        if life.ready is not None or life.health.state == RankState.DEAD:
+            return False
+        life.ready = ready
+        if self.before_serving is None:
+            self._begin_serving(life, ready)
+        else:
+            task = asyncio.create_task(self._prepare(life, ready, self.before_serving), name=f"prepare {life.rank_id}")
+            self._preparations.add(task)
+            task.add_done_callback(self._preparations.discard)
+        return True
+
+    async def _prepare(self, life: RankLife, ready: m.EngineReady, prepare: Callable[[m.RankId], Awaitable[None]]) -> None:
+        try:
+            await prepare(life.rank_id)
+        except Exception as error:  # whatever it is: nobody else would ever see that this rank takes no requests
+            level = logging.DEBUG if isinstance(error, GatewayError) else logging.ERROR
+            logger.log(level, "%s cannot be prepared", life.rank_id, exc_info=error)
+            self.declare_dead(life.rank_id, f"it could not be prepared: {error}")
+        else:
+            if life.health.state != RankState.DEAD:
+                self._begin_serving(life, ready)
+
+    def _begin_serving(self, life: RankLife, ready: m.EngineReady) -> None:
+        now = self._clock()
+        life.health.on_ready(now)
+        self._ledger.add_rank(
+            life.rank_id, max_num_batched_tokens=ready.max_num_batched_tokens, max_num_seqs=ready.max_num_seqs, now=now
+        )
+        text = f"epoch {life.rank_id.epoch} is ready on {ready.node}, {ready.device}, pid {ready.pid}"
+        self.events.add("ready", life.rank_id.rank, text, now)
+        self._check_all_ready()
+        self.note_eligible()
+
+    def note_eligible(self) -> None:
+        """Tells the output handler when there is a rank more to choose from: something may wait for it."""
+        eligible = set(self.eligible)
+        if not eligible <= self._last_eligible:
+            self._put(RanksChanged())
+        self._last_eligible = eligible
+
+    def _check_all_ready(self) -> None:
+        """A rank that the launcher has given up is not waited for by a front end that starts later."""
+        if any(life.ready for life in self.lives) and all(
+            life.ready or life.health.state == RankState.DEAD for life in self.lives
+        ):
+            self.all_ready.set()
+
+    def _life_for(self, rank: Rank, rank_id: m.RankId) -> RankLife:
+        """The rank's life of that epoch; a newer epoch than known begins one, and ends the older if nobody said so."""
+        if rank_id.epoch > rank.life.rank_id.epoch:
+            if rank.life.ready is not None:
+                self.declare_dead(rank.life.rank_id, "it was replaced", tell_launcher=False)
+            if rank.life.rank_id.epoch:  # 0 stands for what was before the first
+                self.events.add("restart", rank_id.rank, f"epoch {rank_id.epoch} begins", self._clock())
+            rank.begin_life(self._new_life(rank_id))
+        return rank.life
+
+    def _new_life(self, rank_id: m.RankId) -> RankLife:
+        health = RankHealth(rank_id, self._clock(), stall_timeout_s=self._fault.stall_timeout)
+        # The rank's first reports to a front end that has started again may still count its predecessor's commands. They must
+        # not pass for ours: every life has numbers of its own.
+        return RankLife(rank_id, health, last_seq=self._front_end_life << 32)
+
+    # --- death --------------------------------------------------------------------------------------------------------
+
+    def on_group_state(self, group: m.GroupState) -> None:
+        """The launcher's verdicts."""
+        now = self._clock()
+        for record in group.ranks:
+            rank = self._ranks.get(record.rank)
+            if rank is None or record.epoch < rank.life.rank_id.epoch:
+                continue
+            life = self._life_for(rank, m.RankId(record.rank, record.epoch))
+            rank.restarts = record.restarts
+            if record.state == "dead":
+                self._read_all()  # what the rank still said comes before the news of its death
+                self.declare_dead(life.rank_id, record.cause or "unknown cause", tell_launcher=False)
+            life.health.on_launcher_state(record.state, now)
+        self._check_all_ready()
+        if group.failed is not None and self.failure is None:
+            self._give_up(group.failed)
+
+    def declare_dead(self, rank_id: m.RankId, cause: str, *, tell_launcher: bool = True) -> None:
+        """The one way into death. The first proof counts."""
+        rank = self.living(rank_id)
+        if rank is None:
+            return
+        now, headline = self._clock(), cause.partition("\n")[0]
+        rank.life.health.on_dead(now, headline)
+        rank.on_death(headline, now)
+        text = f"died with {len(self._ledger.handles_on(rank_id))} requests in flight: {headline}"
+        self.events.add("death", rank_id.rank, f"epoch {rank_id.epoch} {text}", now)
+        logger.log(logging.INFO if self._closed else logging.ERROR, "%s %s", rank_id, text)
+        self._put(EngineDied(rank_id, headline))
+        if tell_launcher:
+            self._tell_launcher(m.RankDied(rank_id, headline))
+
+    def fail(self, cause: str) -> None:
+        """Nothing works any more, for a reason that is no rank's own."""
+        for life in self.lives:
+            self.declare_dead(life.rank_id, cause, tell_launcher=False)
+        self._give_up(cause)
+
+    def _give_up(self, cause: str) -> None:
+        self.failure = cause
+        self._put(EngineFailed(cause))
+        self.all_ready.set()
+
+    # --- doubt --------------------------------------------------------------------------------------------------------
+
+    def look_for_silence(self, now: float) -> None:
+        for life in self.lives:
+            self._check_silence(life, now)
+
+    def _check_silence(self, life: RankLife, now: float) -> None:
+        state = life.health.on_timer(now, has_own_work=bool(self._ledger.handles_on(life.rank_id)))
+        if state is RankState.SUSPECT:
+            silent_s = life.health.last_seen_s(now)
+            logger.warning("%s is suspect: nothing heard for %.1f s", life.rank_id, silent_s)
+            self._tell_launcher(m.RankSuspected(life.rank_id, silent_s))
+        elif state is RankState.STALLED:
+            text = f"stalled: it has work and made no step for {life.health.last_progress_s(now):.1f} s"
+            logger.warning("%s %s", life.rank_id, text)
+            self.events.add("stall", life.rank_id.rank, f"epoch {life.rank_id.epoch} {text}", now)
+            self._tell_launcher(m.RankStalled(life.rank_id, text))
+
+    # --- which there are ----------------------------------------------------------------------------------------------
+
+    @property
+    def eligible(self) -> list[m.RankId]:
+        """The ready ranks. Where there is none, those that are only silent: most likely they are slow, and if not, failover
+        takes back what they get."""
+        ready = [life.rank_id for life in self.lives if life.health.is_eligible]
+        return ready or [life.rank_id for life in self.lives if life.health.state is RankState.SUSPECT]
+
+    def eligible_for(self, lora_name: str | None) -> list[m.RankId]:
+        """Those that have the adapter. If none has it, all: the engine says why."""
+        eligible = self.eligible
+        if lora_name is None:
+            return eligible
+        return [rank_id for rank_id in eligible if lora_name not in self[rank_id.rank].life.missing_loras] or eligible
+
+    @property
+    def serving(self) -> list[m.RankId]:
+        return [life.rank_id for life in self.lives if life.health.is_serving]
+
+    @property
+    def standstill(self) -> str | None:
+        """ "draining", "paused" or "sleeping" when that is why no rank takes requests."""
+        states = {life.health.state for life in self.lives}
+        if RankState.READY in states:
+            return None
+        return next((s.value for s in (RankState.SLEEPING, RankState.PAUSED, RankState.DRAINING) if s in states), None)
+
+    @property
+    def awaits_restart(self) -> bool:
+        """No rank serves, but one will."""
+        return not self.serving and self.failure is None and self._fault.engine_restarts > 0
+
+    def unavailable(self, what: str = "no rank can take a request now") -> OverloadedError | EngineDeadError:
+        if self.failure is not None:
+            return EngineDeadError(f"the engine is dead: {self.failure}", cause=self.failure)
+        states = ", ".join(f"rank {number} is {rank.life.health.state.value}" for number, rank in self._ranks.items())
+        return OverloadedError(f"{what}: {states}")
+
+    @property
+    def num_reported_tokens(self) -> int:
+        """Prompt tokens that the ranks say they still have to compute."""
+        return sum(life.load.num_prefill_tokens for life in self.lives if life.health.is_eligible)
+
+    def statuses(self, now: float) -> list[RankStatus]:
+        return [rank.status(now, self._ledger.booked_tokens(rank.life.rank_id)) for rank in self]
