@@ -6,7 +6,6 @@ Told `{"report_address": "tcp://127.0.0.1:29550"}` as one line on stdin; when st
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import os
@@ -20,6 +19,7 @@ import zmq
 
 from balancer.coordinator_state import CoordinatorState
 from cores import codec
+from cores.config import is_loopback
 from cores.log import is_worth_a_line, set_up_logging
 from cores.messages import MemberLeft, MemberReport
 
@@ -111,15 +111,8 @@ def check_address(address: str) -> None:
         return
     if url.scheme != "tcp" or url.hostname is None:
         raise ValueError(f"report_address must be tcp://HOST:PORT or ipc://PATH, got {address!r}")
-    if url.hostname != "localhost" and not _is_loopback(url.hostname):
+    if not is_loopback(url.hostname):
         raise ValueError(f"report_address {address!r} is not a loopback address: that needs CURVE keys, and none are given")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, or ZMQ's `*`
-        return False
 
 
 def bind(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:

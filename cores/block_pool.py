@@ -30,10 +30,6 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._free)
 
-    @property
-    def num_cached(self) -> int:
-        return len(self._by_hash)
-
     def find(self, block_hash: BlockHash) -> int | None:
         """The block that holds this content, held or free."""
         return self._by_hash.get(block_hash)

@@ -30,7 +30,7 @@ if sys.byteorder != "little":  # columns are sent as they lie in memory
 Message = (
     m.Command | m.EngineReady | m.EngineCoreOutputs | m.Heartbeat | m.LoadReport | m.EngineCoreDead | m.UtilityResult
     | m.EngineStarting | m.Shutdown | m.AttachFrontEnd | m.GroupState | m.FrontEndHello | m.FrontEndReady | m.FrontEndFailed
-    | m.RankDied | m.RankSuspected | m.RankStalled | m.MemberReport | m.MemberLeft | m.GroupLoads
+    | m.RankDied | m.RankSuspected | m.RankStalled | m.AbortElsewhere | m.MemberReport | m.MemberLeft | m.GroupLoads
 )  # fmt: skip
 
 
@@ -318,6 +318,7 @@ _KINDS: dict[int, tuple[type, tuple[_Pack, _Unpack]]] = {
     33: (m.RankDied, _by_hints(m.RankDied)),
     34: (m.RankSuspected, _by_hints(m.RankSuspected)),
     35: (m.RankStalled, _by_hints(m.RankStalled)),
+    36: (m.AbortElsewhere, _by_hints(m.AbortElsewhere)),
     40: (m.MemberReport, _by_hints(m.MemberReport)),
     41: (m.MemberLeft, _by_hints(m.MemberLeft)),
     42: (m.GroupLoads, _by_hints(m.GroupLoads)),

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import ipaddress
 import os
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
@@ -142,10 +144,22 @@ def from_plain(cls: type[T], values: dict[str, Any]) -> T:
     hints = get_type_hints(cls)
     unknown = [key for key in values if key not in hints]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], hints, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"unknown setting {unknown[0]!r}{hint}")
+        raise ConfigError(f"unknown setting {unknown[0]!r}{did_you_mean(unknown[0], hints)}")
     return cls(**{key: _from_plain_value(hints[key], value) for key, value in values.items()})
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name; empty when there is nothing near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def is_loopback(host: str) -> bool:
+    """Nobody on another machine can reach it. Other names than localhost are not looked up."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, or ZMQ's `*`
+        return host == "localhost"
 
 
 def _from_plain_value(hint: Any, value: Any) -> Any:

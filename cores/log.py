@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 
-LEVELS = ("debug", "info", "warning", "error")
-
 
 def is_worth_a_line(count: int) -> bool:
     """For what a broken peer can repeat without end: its 1st, 2nd, 4th, 8th time, so that a flood does not fill the disk."""

@@ -313,7 +313,6 @@ class RankRecord:
 class GroupState:
     """All ranks at once: a reader that missed one is right again with the next."""
 
-    seq: int
     ranks: tuple[RankRecord, ...]
     failed: str | None = None  # start-up failed for good; why
 
@@ -337,7 +336,6 @@ class FrontEndReady:
 
     index: int
     mode: str
-    num_ranks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +352,13 @@ class RankDied:
 
     rank_id: RankId
     cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortElsewhere:
+    """Somebody asked this front end to abort the requests of that id; the launcher tells the others."""
+
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,8 @@
 
 Theory of operation
 -------------------
-A request is tokenized and checked, registered with the output processor, booked and sent; then its reader waits on a collector.
-One task, the output handler, reads everything that any rank says from one queue, in order, and is the only one that feeds
-collectors. It works in slices and gives the loop a turn after each, so that no batch, however large, delays the others' HTTP.
-
-Nothing is awaited between registering and sending: a cancelled or failed send undoes both.
+A request is tokenized and checked (`InputProcessor`), registered, booked and sent (`RequestSender`); then its reader waits on a
+collector. One task, the `OutputHandler`, reads what ranks say from one queue, in order, and feeds all collectors.
 """
 
 from __future__ import annotations
@@ -19,36 +16,34 @@ import random
 import shutil
 import tempfile
 import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from balancer.load import RoutingRequest
-from cores.messages import EngineCoreOutputs, EngineCoreRequest, RankId, UtilityResult
+from cores.messages import RankId
 from cores.pooling_params import PoolingParams
 from cores.sampling_params import SamplingParams
 from gateway.admission import Admission, OneFrontEnd, Usage, UsageSlots
 from gateway.config import GatewayConfig
 from gateway.core_client import AsyncMPClient, make_async_mp_client
-from gateway.core_client.base import EngineDied, EngineFailed, FrontEndPlace, RanksChanged, SentRequest
+from gateway.core_client.base import FrontEndPlace
 from gateway.engine_client import EngineClient, ModelConfig, Prompt, PromptPieces
 from gateway.errors import EngineDeadError, GatewayError, InvalidRequestError, OverloadedError
 from gateway.failover import Failover
 from gateway.grammar_checker import GrammarChecker
 from gateway.group_settings import GroupStore
-from gateway.input_processor import InputProcessor, ProcessedInput, check_options
+from gateway.input_processor import InputProcessor
 from gateway.input_session import InputSession
 from gateway.loop_lag import LoopLag
 from gateway.lora_manager import LoraManager
 from gateway.lora_store import LoraStore, OwnLoraStore
 from gateway.models import with_absolute_paths
 from gateway.operations import UTILITY_TIMEOUT_S
-from gateway.output_collector import RequestOutputCollector
+from gateway.output_handler import OutputHandler
 from gateway.output_processor import OutputProcessor
 from gateway.outputs import PoolingRequestOutput, RequestOutput, to_pooling_output
-from gateway.parallel_sampling import ParentRequest
 from gateway.renderer import Renderer
+from gateway.request_sender import RequestOptions, RequestSender
 from gateway.shared_value import OwnValue
 from gateway.status import BalancerStatus, FrontEndStatus, StatusSnapshot, Totals
 from gateway.version import __version__
@@ -83,15 +78,15 @@ class AsyncLLM(EngineClient):
         )
         self.output_processor = OutputProcessor(renderer.tokenizer)
         self.core_client = core_client
-        self.failover = Failover(core_client, self.output_processor, is_enabled=config.fault.failover)
+        self.failover = Failover(
+            core_client, self.output_processor, clock,
+            is_enabled=config.fault.failover, max_wait_s=config.fault.engine_ready_timeout,
+        )  # fmt: skip
         self.loop_lag = LoopLag(clock)
         self._clock = clock
         self._started_s = clock()
-        self._output_handler: asyncio.Task[None] | None = None
-        self._handler_error: BaseException | None = None
         self._draining = False
         self._stopped = False
-        self._num_requests = 0
         self.admission = Admission(config.admission, slots or OneFrontEnd())
         self.group = group_store or OwnValue()
         self.loras: LoraManager = LoraManager(
@@ -100,8 +95,12 @@ class AsyncLLM(EngineClient):
             config.server.served_model_name or (model_config.name,),
             is_enabled=config.engine.enable_lora,
         )
+        self.sender = RequestSender(core_client, self.output_processor, self.failover, self.admission, self.loras, clock)
+        self.output_handler = OutputHandler(
+            core_client, self.output_processor, self.sender, self.failover, self.admission, config.output_chunk_size, clock
+        )
         core_client.ranks.before_serving = self._restore
-        self._trace_warned = False
+        core_client.on_abort = self.sender.abort
         self._own_run_directory: str | None = None
 
     @classmethod
@@ -151,7 +150,8 @@ class AsyncLLM(EngineClient):
                 shutil.rmtree(own_run_directory, ignore_errors=True)
             raise
         llm._own_run_directory = own_run_directory
-        llm._start_output_handler()
+        llm.output_handler.start()
+        llm.loop_lag.start()
         try:
             for rank_id in core_client.serving:
                 await llm.restore_rank(rank_id)
@@ -173,12 +173,12 @@ class AsyncLLM(EngineClient):
 
     @property
     def errored(self) -> bool:
-        return self._handler_error is not None or self.core_client.failure is not None
+        return self.output_handler.error is not None or self.core_client.failure is not None
 
     @property
     def dead_error(self) -> EngineDeadError:
-        if self._handler_error is not None:
-            return EngineDeadError(f"the output handler ended: {self._handler_error!r}", cause=repr(self._handler_error))
+        if self.output_handler.error is not None:
+            return self.output_handler.dead_error
         cause = self.core_client.failure
         return EngineDeadError(f"the engine is dead: {cause}", cause=cause)
 
@@ -188,7 +188,7 @@ class AsyncLLM(EngineClient):
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt | PromptPieces,
         sampling_params: SamplingParams,
@@ -202,33 +202,21 @@ class AsyncLLM(EngineClient):
         prompt_text: str | None = None,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
+        options = RequestOptions(
+            request_id=request_id, prompt_text=prompt_text, priority=priority, data_parallel_rank=data_parallel_rank,
+            session_id=session_id, lora_name=lora_request, cache_salt=cache_salt, trace_headers=trace_headers,
+        )  # fmt: skip
         if isinstance(prompt, AsyncIterator):
+            return self._answer_pieces(prompt, sampling_params, options)
+        return self._answer(prompt, sampling_params, options)
 
-            def answer(token_ids: list[int], rank: int | None) -> AsyncGenerator[RequestOutput, None]:
-                if rank not in [rank_id.rank for rank_id in self.core_client.eligible]:
-                    rank = None  # its rank has died since: going on matters more than its cache
-                return self.generate(
-                    token_ids, sampling_params, request_id, lora_request=lora_request, trace_headers=trace_headers,
-                    priority=priority, data_parallel_rank=data_parallel_rank if rank is None else rank,
-                    session_id=session_id, cache_salt=cache_salt,
-                )  # fmt: skip
-
-            if sampling_params.n != 1:
-                raise InvalidRequestError(f"n must be 1 for a prompt in pieces, got {sampling_params.n}", "n")
-            session = InputSession(answer, self.renderer.encode_async, sampling_params.output_kind)
-            async with aclosing(session.run(prompt)) as outputs:
-                async for output in outputs:
-                    yield output
-            return
-        if trace_headers:
-            self._warn_about_tracing()
+    async def _answer(
+        self, prompt: Prompt, sampling_params: SamplingParams, options: RequestOptions
+    ) -> AsyncGenerator[RequestOutput, None]:
         self.model_config.check_task("generate")
         self.check_admission(num_sequences=0)
         processed = await self.input_processor.process(prompt, sampling_params)
-        internal_id, collector = self._begin(
-            processed, request_id, prompt_text or processed.prompt_text, priority=priority, pinned_rank=data_parallel_rank,
-            session_id=session_id, lora_name=lora_request, cache_salt=cache_salt,
-        )  # fmt: skip
+        internal_id, collector = self.sender.send(processed, options)
         finished = False
         try:
             while not finished:
@@ -240,7 +228,23 @@ class AsyncLLM(EngineClient):
             raise
         finally:
             if not finished:
-                self._abort(internal_id)
+                self.sender.abort(internal_id)
+
+    async def _answer_pieces(
+        self, pieces: PromptPieces, sampling_params: SamplingParams, options: RequestOptions
+    ) -> AsyncGenerator[RequestOutput, None]:
+        if sampling_params.n != 1:
+            raise InvalidRequestError(f"n must be 1 for a prompt in pieces, got {sampling_params.n}", "n")
+
+        def answer(token_ids: list[int], rank: int | None) -> AsyncGenerator[RequestOutput, None]:
+            if rank not in [rank_id.rank for rank_id in self.core_client.eligible]:
+                rank = options.data_parallel_rank  # its rank has died since: going on matters more than its cache
+            return self._answer(token_ids, sampling_params, dataclasses.replace(options, data_parallel_rank=rank))
+
+        session = InputSession(answer, self.renderer.encode_async, sampling_params.output_kind)
+        async with aclosing(session.run(pieces)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def encode(
         self,
@@ -254,15 +258,14 @@ class AsyncLLM(EngineClient):
         session_id: str | None = None,
         prompt_text: str | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        if trace_headers:
-            self._warn_about_tracing()
+        options = RequestOptions(
+            request_id=request_id, prompt_text=prompt_text, priority=priority, data_parallel_rank=data_parallel_rank,
+            session_id=session_id, pooling_params=pooling_params, trace_headers=trace_headers,
+        )  # fmt: skip
         self.model_config.check_task("embed")
         self.check_admission(num_sequences=0)
         processed = await self.input_processor.process_pooling(prompt, pooling_params)
-        internal_id, collector = self._begin(
-            processed, request_id, prompt_text or processed.prompt_text, priority=priority, pinned_rank=data_parallel_rank,
-            session_id=session_id, pooling_params=pooling_params,
-        )  # fmt: skip
+        internal_id, collector = self.sender.send(processed, options)
         ended = False
         try:
             output = await collector.get()
@@ -272,122 +275,16 @@ class AsyncLLM(EngineClient):
             raise
         finally:
             if not ended:
-                self._abort(internal_id)
+                self.sender.abort(internal_id)
         yield to_pooling_output(output)
 
-    def _begin(
-        self,
-        processed: ProcessedInput,
-        external_id: str,
-        prompt_text: str | None,
-        *,
-        priority: int,
-        pinned_rank: int | None,
-        session_id: str | None,
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-        pooling_params: PoolingParams | None = None,
-    ) -> tuple[str, RequestOutputCollector]:
-        """Admits, registers and sends a request. Its internal id, and where its outputs come."""
-        check_options(
-            request_id=external_id, priority=priority, data_parallel_rank=pinned_rank, session_id=session_id,
-            cache_salt=cache_salt,
-        )  # fmt: skip
-        params, num_tokens = processed.sampling_params, len(processed.prompt_token_ids)
-        more = Usage(params.n, num_tokens)
-        lora = None if lora_name is None else self.loras.require(lora_name, "lora_request")
-        self.admission.admit(self._usage, more, self._clock(), reported_tokens=self.core_client.num_reported_tokens)
-        request = EngineCoreRequest(
-            handle=0,  # each sequence gets its own when it is submitted
-            request_id=f"{external_id}-{uuid.uuid4().hex[:8]}",
-            prompt_token_ids=processed.prompt_token_ids,
-            sampling_params=params,
-            arrival_time_s=time.time(),
-            num_original_prompt_tokens=num_tokens,
-            priority=priority,
-            cache_salt=cache_salt,
-            session_id=session_id,
-            lora_name=lora_name,
-            lora_id=None if lora is None else lora.id,
-            pooling_params=pooling_params,
-        )
-        routing = RoutingRequest(
-            num_prompt_tokens=num_tokens,
-            pinned_rank=pinned_rank,
-            session_id=session_id,
-            priority=priority,
-            lora_name=lora_name,
-        )
-        collector = RequestOutputCollector(params.output_kind)
-        self._submit(request, routing, collector, external_id, prompt_text)
-        return request.request_id, collector
-
-    def _submit(
-        self,
-        request: EngineCoreRequest,
-        routing: RoutingRequest,
-        collector: RequestOutputCollector,
-        external_id: str,
-        prompt_text: str | None,
-    ) -> None:
-        """Registers and sends all sequences of a request, or none. Must not be split by an await: see the module."""
-        params = request.sampling_params
-        parent = ParentRequest(request.request_id, params) if params.n > 1 else None
-        handles: list[int] = []
-        try:
-            for index in range(params.n):
-                handle = self.core_client.next_handle()
-                child_params = params if parent is None else parent.child_params(index)
-                self.output_processor.add_request(
-                    handle=handle,
-                    external_id=external_id,
-                    internal_id=request.request_id,
-                    prompt_text=prompt_text,
-                    prompt_token_ids=list(request.prompt_token_ids),
-                    params=child_params,
-                    sink=collector,
-                    parent=parent,
-                    index=index,
-                    arrival_s=self._clock(),
-                    lora_name=request.lora_name,
-                )
-                handles.append(handle)
-                child = dataclasses.replace(request, handle=handle, sampling_params=child_params)
-                self._send_or_wait(SentRequest(child, routing))
-        except BaseException as error:
-            self.output_processor.remove(handles)
-            self._leave_ranks(handles)  # those that were sent
-            if isinstance(error, OverloadedError):
-                self.admission.num_rejected += 1
-            raise
-        self._num_requests += 1
-
-    def _send_or_wait(self, sent: SentRequest) -> None:
-        try:
-            rank_id = self.core_client.add_request(sent)
-        except (OverloadedError, EngineDeadError) as error:
-            # A rank that cannot be reached has died a moment ago: what follows its death will send the request elsewhere.
-            will_be_sent = isinstance(error, EngineDeadError) or self.core_client.awaits_restart
-            if not (self.config.fault.failover and will_be_sent) or self.core_client.failure is not None:
-                raise
-            self.failover.wait(sent)
-        else:
-            self.output_processor.set_rank(sent.request.handle, rank_id.rank)
-
     async def abort(self, request_id: str) -> None:
-        self._abort(request_id)
-
-    def _abort(self, request_id: str) -> None:
-        self._leave_ranks(self.output_processor.abort(request_id))
-
-    def _leave_ranks(self, handles: Collection[int]) -> None:
-        """These have ended here: nobody need work on them any more, or wait for somebody who will."""
-        self.failover.drop(handles)
-        self.core_client.abort_requests(handles)
+        self.sender.abort(request_id)
+        self.core_client.abort_elsewhere(request_id)
 
     def abort_all(self) -> None:
         """Ends everything in flight: every reader gets its partial answer with finish reason "abort"."""
-        self._leave_ranks(self.output_processor.abort_all())
+        self.sender.abort_all()
 
     def check_admission(self, num_sequences: int = 1, num_tokens: int = 0) -> None:
         refusal = self.refusal(num_sequences, num_tokens)
@@ -405,75 +302,11 @@ class AsyncLLM(EngineClient):
         if (standstill := self.core_client.standstill) is not None:
             return OverloadedError(f"the engine takes no requests: it is {standstill}")
         more, reported_tokens = Usage(num_sequences, num_tokens), self.core_client.num_reported_tokens
-        return self.admission.refusal(self._usage, more, self._clock(), reported_tokens=reported_tokens)
+        return self.admission.refusal(self.sender.usage, more, self._clock(), reported_tokens=reported_tokens)
 
     def refresh_admission(self) -> None:
         """Shows the other front ends what is in flight here now."""
-        self.admission.refresh(self._usage)
-
-    @property
-    def _usage(self) -> Usage:
-        return Usage(self.output_processor.num_unfinished, self.core_client.num_unreported_tokens)
-
-    def _warn_about_tracing(self) -> None:
-        if not self._trace_warned:
-            self._trace_warned = True
-            logger.warning("trace headers are dropped: no traces endpoint is configured")
-
-    # --- the output handler -------------------------------------------------------------------------------------------
-
-    def _start_output_handler(self) -> None:
-        self._output_handler = asyncio.create_task(self._handle_outputs(), name="output-handler")
-        self._output_handler.add_done_callback(self._on_handler_done)
-        self.loop_lag.start()
-
-    async def _handle_outputs(self) -> None:
-        """The only loop over what ranks say. Alive as long as the server."""
-        while True:
-            match await self.core_client.get_received():
-                case EngineCoreOutputs() as outputs:
-                    await self._handle_batch(outputs)
-                case UtilityResult() as result:
-                    self.core_client.on_utility_result(result)
-                case EngineDied() as died:
-                    self._handle_death(died)
-                case RanksChanged():
-                    self.failover.resume()
-                case EngineFailed(cause):
-                    self.failover.forget()
-                    self.output_processor.fail_all(EngineDeadError(f"the engine is dead: {cause}", cause=cause))
-
-    async def _handle_batch(self, outputs: EngineCoreOutputs) -> None:
-        for done in self.output_processor.process(outputs, self.config.output_chunk_size, self._clock()):
-            if done.abort_handles:  # stopped on a stop string, which the engine cannot see
-                self._leave_ranks(done.abort_handles)
-            if done.finished_handles:
-                self.core_client.release(done.finished_handles)
-            if num_ended := len(done.finished_handles) + len(done.abort_handles):
-                self.admission.drain_rate.on_ended(num_ended, self._clock())
-            # Between slices and between batches: queued batches must not keep the loop from HTTP.
-            await asyncio.sleep(0)
-
-    def _handle_death(self, died: EngineDied) -> None:
-        num_moved = self.failover.num_moved
-        lost = self.failover.on_death(self.core_client.on_engine_died(died))
-        self.core_client.note_moved(died, self.failover.num_moved - num_moved, len(lost))
-        for handle, reason in lost.items():
-            text = f"{died.rank_id} died: {died.cause}" + (f"; {reason}" if reason else "")
-            siblings = self.output_processor.fail([handle], EngineDeadError(text, died.rank_id.rank, died.cause))
-            self._leave_ranks(siblings)  # of n > 1, on ranks that live on
-        self.failover.resume()  # what could not reach that rank any more
-
-    def _on_handler_done(self, task: asyncio.Task[None]) -> None:
-        if self._stopped:
-            return
-        if task.cancelled():  # by a program that cancels all tasks of its loop, or whose loop ends: it gets errors, not silence
-            self._handler_error = asyncio.CancelledError("not by shutdown()")
-            logger.warning("the output handler was cancelled, and not by shutdown(): no request can be answered any more")
-        else:
-            self._handler_error = task.exception()
-            logger.critical("the output handler ended", exc_info=self._handler_error)
-        self._leave_ranks(self.output_processor.fail_all(self.dead_error))
+        self.admission.refresh(self.sender.usage)
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
@@ -523,8 +356,7 @@ class AsyncLLM(EngineClient):
         if self._stopped:
             return
         self._stopped = True
-        if self._output_handler is not None:
-            self._output_handler.cancel()
+        self.output_handler.stop()
         self.loop_lag.stop()
         self.output_processor.fail_all(EngineDeadError("the engine client was shut down"))
         self.renderer.close()
@@ -547,7 +379,7 @@ class AsyncLLM(EngineClient):
             event_loop_lag_ms=self.loop_lag.worst_ms,
         )
         totals = Totals(
-            requests=self._num_requests,
+            requests=self.sender.num_requests,
             aborted=counters.aborted,
             failed=counters.failed,
             rejected=self.admission.num_rejected,

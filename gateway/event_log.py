@@ -16,6 +16,7 @@ class _Entry:
     at_s: float
     kind: str
     rank: int | None
+    epoch: int | None
     text: str
 
 
@@ -24,13 +25,14 @@ class EventLog:
         self._entries: deque[_Entry] = deque(maxlen=MAX_EVENTS)
         self._seq = 0
 
-    def add(self, kind: str, rank: int | None, text: str, now: float) -> None:
+    def add(self, kind: str, rank: int | None, text: str, now: float, epoch: int | None = None) -> None:
+        """With an `epoch` it is an event of that life of the rank, which happens once and all front ends see."""
         self._seq += 1
-        self._entries.append(_Entry(self._seq, now, kind, rank, text))
+        self._entries.append(_Entry(self._seq, now, kind, rank, epoch, text))
 
     def events(self, now: float) -> tuple[Event, ...]:
         """Oldest first."""
         return tuple(
-            Event(seq=e.seq, age_s=round(max(0.0, now - e.at_s), 3), kind=e.kind, rank=e.rank, text=e.text)
+            Event(seq=e.seq, age_s=round(max(0.0, now - e.at_s), 3), kind=e.kind, rank=e.rank, text=e.text, epoch=e.epoch)
             for e in self._entries
         )

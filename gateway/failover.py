@@ -6,14 +6,15 @@ Sampling is a pure function of (seed, position, logits), and every request carri
 So a request goes on exactly as it would have, if another rank is given the prompt and the tokens so far as one prompt. Only the
 engine's side of it is new: handle, text, stop buffer, log-probabilities and counts stay where they are.
 
-When no rank can take it now, but one will, it waits; so do new requests then. A request that was there at too many deaths may
-be their cause, and fails alone.
+When no rank can take it now, but one will, it waits, for a bounded time; so do new requests then. A request that was there at
+too many deaths may be their cause, and fails alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from gateway.core_client.base import EngineCoreClient, SentRequest
 from gateway.errors import EngineDeadError, GatewayError, OverloadedError
@@ -25,21 +26,40 @@ MAX_MOVES = 2
 class Failover:
     """Moves requests between ranks on behalf of the output handler."""
 
-    def __init__(self, client: EngineCoreClient, outputs: OutputProcessor, *, is_enabled: bool) -> None:
+    def __init__(
+        self,
+        client: EngineCoreClient,
+        outputs: OutputProcessor,
+        clock: Callable[[], float],
+        *,
+        is_enabled: bool,
+        max_wait_s: float,
+    ) -> None:
         self.num_moved = 0
         self._client = client
         self._outputs = outputs
+        self._clock = clock
         self._is_enabled = is_enabled
-        self._waiting: dict[int, SentRequest] = {}  # by handle, in the order of their coming
+        self._max_wait_s = max_wait_s
+        self._waiting: dict[int, _Waiting] = {}  # by handle, in the order of their coming
 
     @property
     def num_waiting(self) -> int:
         """Sequences that no rank has at the moment."""
         return len(self._waiting)
 
-    def wait(self, sent: SentRequest) -> None:
-        """For a rank that can take it."""
-        self._waiting[sent.request.handle] = sent
+    def send(self, sent: SentRequest) -> None:
+        """A new request: to a rank, or to wait for one that will take it. Raises what the client does where there is none."""
+        try:
+            rank_id = self._client.add_request(sent)
+        except (OverloadedError, EngineDeadError) as error:
+            # A rank that cannot be reached has died a moment ago: what follows its death will send the request elsewhere.
+            will_be_sent = isinstance(error, EngineDeadError) or self._client.awaits_restart
+            if not (self._is_enabled and will_be_sent) or self._client.failure is not None:
+                raise
+            self._waiting[sent.request.handle] = _Waiting(sent, self._clock())
+        else:
+            self._outputs.set_rank(sent.request.handle, rank_id.rank)
 
     def drop(self, handles: Iterable[int]) -> None:
         """These have ended: clients come and go while no rank does, and must leave nothing here."""
@@ -61,32 +81,49 @@ class Failover:
             else:
                 self._outputs.note_move(sent.request.handle)
                 self.num_moved += 1
-                self._send_or_wait(continued(sent, accepted))
+                self._resend(continued(sent, accepted), self._clock())
         return lost
 
     def resume(self) -> None:
         """A rank came back: what waits is tried again, in its order."""
         waiting, self._waiting = self._waiting, {}
-        for handle, sent in waiting.items():
+        for handle, entry in waiting.items():
             if self._outputs.accepted_token_ids(handle) is not None:
-                self._send_or_wait(sent)
+                self._resend(entry.sent, entry.since_s)
+
+    def expire(self) -> None:
+        """To be called from time to time: ends what has waited for too long."""
+        oldest_s = self._clock() - self._max_wait_s
+        for handle in [handle for handle, entry in self._waiting.items() if entry.since_s <= oldest_s]:
+            self._fail(handle, EngineDeadError(f"no rank took the request within {self._max_wait_s:g} s"))
 
     def forget(self) -> None:
         """Nothing will come back; who waits has been told."""
         self._waiting.clear()
 
-    def _send_or_wait(self, sent: SentRequest) -> None:
+    def _resend(self, sent: SentRequest, since_s: float) -> None:
         handle = sent.request.handle
         try:
             rank_id = self._client.add_request(sent)
         except (OverloadedError, EngineDeadError):
-            self.wait(sent)  # the end of all hope comes as `EngineFailed`, and ends it
+            self._waiting[handle] = _Waiting(sent, since_s)  # the end of all hope comes as `EngineFailed`, and ends it
         except GatewayError as error:
-            siblings = self._outputs.fail([handle], error)
-            self.drop(siblings)
-            self._client.abort_requests(siblings)
+            self._fail(handle, error)
         else:
             self._outputs.set_rank(handle, rank_id.rank)
+
+    def _fail(self, handle: int, error: GatewayError) -> None:
+        siblings = self._outputs.fail([handle], error)
+        self.drop([handle, *siblings])
+        self._client.abort_requests(siblings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A request that no rank has, since then."""
+
+    sent: SentRequest
+    since_s: float
 
 
 def continued(sent: SentRequest, accepted: Sequence[int]) -> SentRequest:

@@ -26,7 +26,7 @@ from cores.config import from_plain
 from cores.launch.child_process import end_with_parent, read_task
 from cores.log import set_up_logging
 from cores.messages import FrontEndFailed, FrontEndReady, front_end_identity
-from gateway.admission import SharedSlots
+from gateway.admission import OneFrontEnd, SharedSlots, UsageSlots
 from gateway.async_llm import AsyncLLM
 from gateway.config import ConfigError, GatewayConfig
 from gateway.core_client.base import FrontEndPlace
@@ -55,7 +55,9 @@ class FrontEnd:
         num_front_ends = config.server.api_server_count
         self.shared_directory = shared_directory
         self.board = FrontEndBoard(shared_directory, place.index, num_front_ends)
-        self.slots = SharedSlots(shared_directory / "admission", place.index, num_front_ends)
+        self.slots: UsageSlots = (
+            OneFrontEnd() if num_front_ends == 1 else SharedSlots(shared_directory / "admission", place.index, num_front_ends)
+        )
         self.state = ServerState(config, board=self.board)
         self.shutdown_ordered: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
@@ -100,9 +102,7 @@ class FrontEnd:
         return llm
 
     async def _serve(self, llm: AsyncLLM, server: RunningServer) -> int:
-        llm.core_client.link.send(
-            FrontEndReady(self.place.index, type(llm.core_client).__name__, len(self.config.parallel.ranks))
-        )
+        llm.core_client.link.send(FrontEndReady(self.place.index, type(llm.core_client).__name__))
         shared = asyncio.create_task(self._share(llm), name="front-end-board")
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: the collector need not walk it again
@@ -144,11 +144,11 @@ class FrontEnd:
             llm.refresh_admission()
             if now - published_s >= PUBLISH_INTERVAL_S:
                 published_s = now
-                report = Report(now, llm.status(), self.state.metrics.to_plain())
+                report = Report(now, llm.status(), self.state.metrics.to_plain(), self.state.num_in_flight)
                 # In a thread: replacing a file makes some file systems write it out at once, which held up every stream for
                 # milliseconds four times a second.
                 await asyncio.to_thread(self.board.publish, report)
-            await asyncio.sleep(SLOT_INTERVAL_S)
+            await asyncio.sleep(PUBLISH_INTERVAL_S if self.config.server.api_server_count == 1 else SLOT_INTERVAL_S)
 
     def _tell_launcher(self, cause: str) -> None:
         """Last words, over a line of their own: the core client's may be closed already."""

@@ -192,11 +192,6 @@ class OutputProcessor:
                 counts[name] = (waiting, running + 1) if state.has_tokens else (waiting + 1, running)
         return counts
 
-    def handles_of(self, internal_id: str) -> list[int]:
-        """Of the sequences that have not ended; none for an unknown id."""
-        stream = self._streams.get(internal_id)
-        return [] if stream is None else list(stream.states)
-
     def _streams_of(self, handles: Iterable[int]) -> list[RequestStream]:
         """Each once, in order of the handles; unknown ones have none."""
         return list(dict.fromkeys(state.stream for handle in handles if (state := self._states.get(handle)) is not None))

@@ -70,6 +70,7 @@ class Event:
     kind: str  # "death", "move", "restart", "drain", "stall", "scale", "ready"
     rank: int | None
     text: str
+    epoch: int | None = None  # of the rank's life that it belongs to, if it does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 NUM_LAST_LINES = 20
+MAX_LINE_BYTES = 64 * 1024
 KILL_TIMEOUT_S = 10.0  # a killed process that is still there after this sits in the kernel; nobody can do more
 
 
@@ -141,10 +142,12 @@ def signal_name(number: int) -> str:
 
 
 async def forward_lines(reader: asyncio.StreamReader, name: str, last_lines: deque[str]) -> None:
-    """Copies lines to our stderr until the end of file. A line may be of any length; what is no text is shown escaped."""
+    """Copies lines to our stderr until the end of file. Very long ones come in parts; what is no text is shown escaped."""
     rest = b""
-    while chunk := await reader.read(65536):
+    while chunk := await reader.read(MAX_LINE_BYTES):
         *lines, rest = (rest + chunk).split(b"\n")
+        if len(rest) >= MAX_LINE_BYTES:  # a child that never ends its line must not fill our memory
+            lines, rest = [*lines, rest], b""
         _write_lines(lines, name, last_lines)
     if rest:
         _write_lines([rest], name, last_lines)

@@ -12,9 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from gateway.cli.settings import did_you_mean
-
-EXIT_USAGE = 2
+from cores.config import did_you_mean
+from gateway.exit_codes import EXIT_USAGE
 
 COMMANDS = {
     "serve": "serve a model: an OpenAI-compatible endpoint over one or more engine cores",

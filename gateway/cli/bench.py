@@ -27,8 +27,8 @@ from gateway.bench.workload import (
     without_arrivals,
 )
 from gateway.cli.status import DEFAULT_URL, base_url
+from gateway.exit_codes import EXIT_FAILED, EXIT_USAGE
 
-EXIT_ERRORS, EXIT_USAGE = 1, 2
 DEFAULT_NUM_PROMPTS = 100
 DESCRIPTION = "Sends streaming requests and measures time to first token, inter-token latency, end-to-end time and throughput."
 EPILOG = "exit status: 0 all requests completed, 1 some failed, 2 nothing could be measured"
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     print(json.dumps({"url": args.url, "seed": args.seed, **summary}, indent=2) if args.json else as_text(summary))
     if not results:
         return EXIT_USAGE
-    return EXIT_ERRORS if summary["errors"] else 0
+    return EXIT_FAILED if summary["errors"] else 0
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 from cores.config import ConfigError, SimulatedConfig, to_plain
 from gateway.cli.settings import Settings, Values, add_flags
 from gateway.config import GatewayConfig
-
-EXIT_USAGE = 2
+from gateway.exit_codes import EXIT_USAGE
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from cores.config import ConfigError, SimulatedConfig, from_plain, to_plain
+from cores.config import ConfigError, SimulatedConfig, did_you_mean, from_plain, to_plain
 from gateway.config import GatewayConfig
 
 ENVIRONMENT = {
@@ -178,11 +177,6 @@ class Settings:
             place = plain.setdefault(setting.section, {}) if setting.section else plain
             place[setting.field] = value
         return from_plain(GatewayConfig, plain)
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def add_flags(parser: argparse.ArgumentParser, settings: Settings) -> None:

@@ -37,13 +37,14 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     feed = StatusFeed(args.url or [DEFAULT_URL], args.api_key or os.environ.get("GATEWAY_API_KEY"))
-    if args.json or args.once:
-        readings = asyncio.run(_read_once(feed))
-        print_json(readings) if args.json else show(_console(), readings)
-        return exit_code(readings)
     latest: list[Reading] = []
     try:
-        asyncio.run(_watch(feed, args.interval, latest))
+        if args.json or args.once:
+            asyncio.run(_read_once(feed, latest))
+            print_json(latest) if args.json else show(_console(), latest)
+            sys.stdout.flush()  # here, where a reader that has gone is met
+        else:
+            asyncio.run(_watch(feed, args.interval, latest))
     except KeyboardInterrupt:
         pass
     except BrokenPipeError:
@@ -52,9 +53,9 @@ def run(args: argparse.Namespace) -> int:
     return exit_code(latest)
 
 
-async def _read_once(feed: StatusFeed) -> list[Reading]:
+async def _read_once(feed: StatusFeed, latest: list[Reading]) -> None:
     async with feed:
-        return await feed.read()
+        latest += await feed.read()
 
 
 async def _watch(feed: StatusFeed, interval_s: float, latest: list[Reading]) -> None:

@@ -58,6 +58,7 @@ class AsyncMPClient(EngineCoreClient):
         self.num_malformed_frames = 0
         self.num_stale_frames = 0
         self.on_shutdown: Callable[[float], None] = lambda timeout_s: None  # the launcher's order; set by the front end
+        self.on_abort: Callable[[str], None] = lambda request_id: None  # another front end was asked to; set by `AsyncLLM`
         self._config = config
         self.place = place
         self._clock = clock
@@ -69,7 +70,7 @@ class AsyncMPClient(EngineCoreClient):
             config, place.life, self.ledger, clock,
             put=self._received.put_nowait, tell_launcher=self._tell_launcher, read_all=self._outputs.drain_now,
         )  # fmt: skip
-        self.link = LauncherLink(self._context, self.ranks.on_group_state, self._on_shutdown)
+        self.link = LauncherLink(self._context, self.ranks.on_group_state, self._on_shutdown, self._on_abort)
         self.embedded: EmbeddedLauncher | None = None
         self._utilities = UtilityCalls()
         self._last_handle = 0
@@ -100,6 +101,9 @@ class AsyncMPClient(EngineCoreClient):
 
     def _on_shutdown(self, timeout_s: float) -> None:
         self.on_shutdown(timeout_s)
+
+    def _on_abort(self, request_id: str) -> None:
+        self.on_abort(request_id)
 
     async def _wait_until_ready(self) -> None:
         timeout_s = self._config.fault.engine_ready_timeout + READY_MARGIN_S
@@ -179,6 +183,10 @@ class AsyncMPClient(EngineCoreClient):
                 abort_seq = self._send(life, lambda seq: m.AbortRequests(seq, handles))
         for handle in handles:
             self._release(handle, abort_seq)
+
+    def abort_elsewhere(self, request_id: str) -> None:
+        if self._config.server.api_server_count > 1:
+            self.link.send(m.AbortElsewhere(request_id))
 
     def release(self, handles: Collection[int]) -> None:
         for handle in handles:

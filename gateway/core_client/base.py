@@ -82,6 +82,10 @@ class EngineCoreClient(ABC):
         """One ABORT to each rank that holds some of them. Unknown handles are no-ops."""
 
     @abstractmethod
+    def abort_elsewhere(self, request_id: str) -> None:
+        """The other front ends of the endpoint abort their requests of that id, too."""
+
+    @abstractmethod
     def release(self, handles: Collection[int]) -> None:
         """These ended by themselves: takes them off the books."""
 

@@ -8,24 +8,27 @@ from collections.abc import Callable
 import zmq
 
 from cores.codec import CodecError, Message, decode, encode
-from cores.messages import GroupState, Shutdown, front_end_identity
+from cores.messages import AbortElsewhere, GroupState, Shutdown, front_end_identity
 from gateway.loop_socket import LoopSocket
 
 logger = logging.getLogger(__name__)
 
 
 class LauncherLink:
-    """`on_group_state` gets every snapshot, `on_shutdown` the order to drain within so many seconds."""
+    """`on_group_state` gets every snapshot, `on_shutdown` the order to drain within so many seconds, `on_abort` the id of
+    requests that another front end was asked to abort."""
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         on_group_state: Callable[[GroupState], None],
         on_shutdown: Callable[[float], None],
+        on_abort: Callable[[str], None],
     ) -> None:
         self._socket = LoopSocket(context, zmq.DEALER, self._on_message)
         self._on_group_state = on_group_state
         self._on_shutdown = on_shutdown
+        self._on_abort = on_abort
 
     def start(self, control_address: str, index: int) -> None:
         self._socket.connect(control_address, identity=front_end_identity(index))
@@ -50,3 +53,5 @@ class LauncherLink:
             self._on_group_state(message)
         elif isinstance(message, Shutdown):
             self._on_shutdown(message.timeout_s)
+        elif isinstance(message, AbortElsewhere):
+            self._on_abort(message.request_id)

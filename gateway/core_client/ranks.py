@@ -126,7 +126,7 @@ class Ranks:
             life.rank_id, max_num_batched_tokens=ready.max_num_batched_tokens, max_num_seqs=ready.max_num_seqs, now=now
         )
         text = f"epoch {life.rank_id.epoch} is ready on {ready.node}, {ready.device}, pid {ready.pid}"
-        self.events.add("ready", life.rank_id.rank, text, now)
+        self.events.add("ready", life.rank_id.rank, text, now, life.rank_id.epoch)
         self._check_all_ready()
         self.note_eligible()
 
@@ -150,7 +150,7 @@ class Ranks:
             if rank.life.ready is not None:
                 self.declare_dead(rank.life.rank_id, "it was replaced", tell_launcher=False)
             if rank.life.rank_id.epoch:  # 0 stands for what was before the first
-                self.events.add("restart", rank_id.rank, f"epoch {rank_id.epoch} begins", self._clock())
+                self.events.add("restart", rank_id.rank, f"epoch {rank_id.epoch} begins", self._clock(), rank_id.epoch)
             rank.begin_life(self._new_life(rank_id))
         return rank.life
 
@@ -188,7 +188,7 @@ class Ranks:
         rank.life.health.on_dead(now, headline)
         rank.on_death(headline, now)
         text = f"died with {len(self._ledger.handles_on(rank_id))} requests in flight: {headline}"
-        self.events.add("death", rank_id.rank, f"epoch {rank_id.epoch} {text}", now)
+        self.events.add("death", rank_id.rank, f"epoch {rank_id.epoch} {text}", now, rank_id.epoch)
         logger.log(logging.INFO if self._closed else logging.ERROR, "%s %s", rank_id, text)
         self._put(EngineDied(rank_id, headline))
         if tell_launcher:
@@ -220,7 +220,7 @@ class Ranks:
         elif state is RankState.STALLED:
             text = f"stalled: it has work and made no step for {life.health.last_progress_s(now):.1f} s"
             logger.warning("%s %s", life.rank_id, text)
-            self.events.add("stall", life.rank_id.rank, f"epoch {life.rank_id.epoch} {text}", now)
+            self.events.add("stall", life.rank_id.rank, f"epoch {life.rank_id.epoch} {text}", now, life.rank_id.epoch)
             self._tell_launcher(m.RankStalled(life.rank_id, text))
 
     # --- which there are ----------------------------------------------------------------------------------------------

@@ -67,7 +67,6 @@ class GroupLedger:
     def __init__(self, ranks: Iterable[int], max_restarts: int) -> None:
         self._ranks = {rank: _Rank(RestartBudget(max_restarts, FIRST_BACKOFF_S)) for rank in ranks}
         self._was_up = False
-        self._seq = 0
         self.failed: str | None = None  # the start failed, or no rank is left
 
     @property
@@ -82,7 +81,7 @@ class GroupLedger:
             )
             for rank, r in self._ranks.items()
         )
-        return GroupState(self._seq, records, self.failed)
+        return GroupState(records, self.failed)
 
     def begin(self, rank: int) -> RankId:
         """A new life starts."""
@@ -96,7 +95,6 @@ class GroupLedger:
     def on_process(self, rank_id: RankId, pid: int | None) -> None:
         if self._is_current(rank_id):
             self._ranks[rank_id.rank].pid = pid
-            self._seq += 1
 
     def on_ready(self, rank_id: RankId) -> bool:
         """True when it was news."""
@@ -117,6 +115,16 @@ class GroupLedger:
             return StartFailed()
         return self._restart_or_give_up(rank_id.rank, now)
 
+    def give_up(self, rank: int, cause: str) -> None:
+        """It is dead and stays so, whatever its state: for a reason that lies with us."""
+        r = self._ranks[rank]
+        r.state, r.cause, r.restart_pending = "dead", cause, False
+        r.budget = RestartBudget(0, FIRST_BACKOFF_S)
+        if not self._was_up:
+            self.failed = self.failed or f"rank {rank} did not start: {cause}"
+        elif self._is_nobody_left():
+            self.failed = self.failed or f"no rank is left; rank {rank} was the last to die: {cause}"
+
     def retire(self) -> None:
         """The group is being shut down: no rank gets another life."""
         for r in self._ranks.values():
@@ -124,7 +132,6 @@ class GroupLedger:
             r.budget = RestartBudget(0, FIRST_BACKOFF_S)
         if self._is_nobody_left():
             self.failed = self.failed or "all ranks were dead when the group was shut down"
-        self._seq += 1
 
     def _restart_or_give_up(self, rank: int, now: float) -> Verdict:
         r = self._ranks[rank]
@@ -150,7 +157,6 @@ class GroupLedger:
         key = (r.state, event)
         assert key in _TRANSITIONS, f"rank {rank} in epoch {r.epoch}: {event!r} while {r.state!r}"
         r.state = _TRANSITIONS[key]
-        self._seq += 1
 
     def check_invariants(self) -> None:
         for rank, r in self._ranks.items():

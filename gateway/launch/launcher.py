@@ -25,6 +25,7 @@ from cores.config import FrontEndAddress
 from cores.launch.interface import LaunchError, RankLauncher
 from cores.launch.rank_environment import Machine, threads_per_rank
 from cores.messages import (
+    AbortElsewhere,
     AttachFrontEnd,
     EngineCoreDead,
     EngineReady,
@@ -187,6 +188,8 @@ class Launcher:
                     self._attach_front_ends(message.rank_id)
             case FrontEndHello() | FrontEndReady() | FrontEndFailed() if 0 <= message.index < len(self._front_ends):
                 self._front_ends[message.index].on_message(message)
+            case AbortElsewhere():
+                self._tell_front_ends(message, besides=identity)
             case _:
                 logger.warning("control socket: %r sent %s, which is not for a launcher", identity, type(message).__name__)
 
@@ -209,9 +212,10 @@ class Launcher:
 
         self._ranks.tell_of_front_ends(rank_id, tell)
 
-    def _tell_front_ends(self, message: GroupState | Shutdown) -> None:
+    def _tell_front_ends(self, message: GroupState | Shutdown | AbortElsewhere, besides: bytes | None = None) -> None:
         for index in range(len(self._front_ends)):
-            self._control.send(front_end_identity(index), message)  # one that is not there asks with its hello
+            if (identity := front_end_identity(index)) != besides:
+                self._control.send(identity, message)  # one that is not there asks with its hello
 
     def _on_no_rank_left(self, cause: str) -> None:
         self._last_death = cause

@@ -25,8 +25,9 @@ from cores.launch.rank_environment import Machine, thread_variables
 from cores.launch.ray_cluster import EmbeddedRayCluster, use_own_token
 from cores.log import set_up_logging
 from gateway.config import GatewayConfig
+from gateway.exit_codes import EXIT_FAILED, EXIT_USAGE
 from gateway.launch.run_directory import RunDirectory
-from gateway.launch.serve import EXIT_FAILED, EXIT_USAGE, StopSignals, cancelled_at_exit, check_machine, with_model_path
+from gateway.launch.serve import StopSignals, cancelled_at_exit, check_machine, with_model_path
 
 logger = logging.getLogger(__name__)
 

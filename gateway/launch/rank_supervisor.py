@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -101,13 +102,22 @@ class RankSupervisor:
     def start(self, plan: RankPlan, ranks: tuple[int, ...]) -> None:
         """All ranks at once."""
         self._plan = plan
-        self._tasks = [asyncio.create_task(self._run_rank(rank), name=f"rank {rank}") for rank in ranks]
-        for task in self._tasks:
-            task.add_done_callback(self._on_task_done)
+        for rank in ranks:
+            task = asyncio.create_task(self._run_rank(rank), name=f"rank {rank}")
+            task.add_done_callback(functools.partial(self._on_task_done, rank))
+            self._tasks.append(task)
 
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_no_rank_left(f"{task.get_name()}: {type(error).__name__}: {error}")
+    def _on_task_done(self, rank: int, task: asyncio.Task[None]) -> None:
+        """An error of ours costs the rank that nobody watches any more, and no other."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        logger.critical("rank %d cannot be supervised any more", rank, exc_info=error)
+        self._ledger.give_up(rank, f"it cannot be supervised any more: {type(error).__name__}: {error}")
+        self._publish()
+        if (life := self._lives.get(rank)) is not None and life.handle is not None:
+            self._tasks.append(asyncio.create_task(life.handle.kill(), name=f"end of rank {rank}"))
+        if self._ledger.failed is not None:
+            self._on_no_rank_left(self._ledger.failed)
 
     @property
     def is_started(self) -> bool:

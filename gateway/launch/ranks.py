@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 from pathlib import Path
 
+from cores.config import is_loopback
 from cores.launch.interface import RankLauncher
 from cores.launch.local_processes import LocalProcessLauncher
 from cores.launch.ray_cluster import use_own_token
@@ -13,14 +13,7 @@ from gateway.config import GatewayConfig, ParallelConfig
 
 def num_ranks_on_node(config: ParallelConfig) -> int:
     """How many ranks share this machine's cores and GPUs. Endpoints whose coordinator has a loopback address are all here."""
-    return config.data_parallel_size if _is_loopback(config.data_parallel_address) else len(config.ranks)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return config.data_parallel_size if is_loopback(config.data_parallel_address) else len(config.ranks)
 
 
 def make_rank_launcher(config: GatewayConfig, run_directory: Path) -> RankLauncher:

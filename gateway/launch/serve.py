@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from cores.launch.child_process import parent_died
 from cores.log import set_up_logging
 from gateway.config import ConfigError, GatewayConfig
+from gateway.exit_codes import EXIT_FAILED, EXIT_USAGE
 from gateway.launch import listener as listening
 from gateway.launch.launcher import Launcher, StartError
 from gateway.launch.open_files import raise_open_files_limit
@@ -26,8 +27,6 @@ from gateway.models import with_absolute_paths
 
 logger = logging.getLogger(__name__)
 
-EXIT_FAILED = 1
-EXIT_USAGE = 2
 KILL_TIMEOUT_S = 10.0
 
 

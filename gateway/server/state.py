@@ -58,6 +58,11 @@ class ServerState:
             return self.metrics
         return self.metrics.plus(report.histograms for report in (*self.board.others(), *self.board.past()))
 
+    def server_load(self) -> int:
+        """Inference requests under way, at all front ends."""
+        others = [] if self.board is None else self.board.others()
+        return self.num_in_flight + sum(report.server_load for report in others)
+
     def _own_status(self) -> StatusSnapshot:
         if self.engine is not None:
             return self.engine.status()

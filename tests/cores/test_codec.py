@@ -70,9 +70,10 @@ SAMPLES: list[Message] = [
     m.EngineStarting(RANK, 1, "loading"),
     m.Shutdown(2.5),
     m.AttachFrontEnd(0, "ipc://in", "ipc://out"),
-    m.GroupState(4, (m.RankRecord(0, 1, "ready", None, 0, 55), m.RankRecord(1, 2, "dead", "killed", 1)), None),
+    m.GroupState((m.RankRecord(0, 1, "ready", None, 0, 55), m.RankRecord(1, 2, "dead", "killed", 1)), None),
     m.FrontEndHello(0, 1, "ipc://in", "ipc://out"),
-    m.FrontEndReady(0, "AsyncMPClient", 1),
+    m.FrontEndReady(0, "AsyncMPClient"),
+    m.AbortElsewhere("mine"),
     m.FrontEndFailed(0, "why"),
     m.RankDied(RANK, "why"),
     m.RankSuspected(RANK, 3.5),
@@ -135,8 +136,8 @@ def test_a_foreign_version_is_refused_with_both_versions_named() -> None:
 
 
 def test_a_field_that_an_older_peer_does_not_know_takes_its_default() -> None:
-    frame = msgpack.packb([PROTOCOL_VERSION, 21, 4, [[0, 1, "ready"]]])
-    assert decode(frame) == m.GroupState(4, (m.RankRecord(0, 1, "ready"),))
+    frame = msgpack.packb([PROTOCOL_VERSION, 21, [[0, 1, "ready"]]])
+    assert decode(frame) == m.GroupState((m.RankRecord(0, 1, "ready"),))
 
 
 def test_outputs_of_an_older_engine_lack_what_was_added_since() -> None:

@@ -81,6 +81,30 @@ async def test_a_stopped_front_end_stops_neither_the_other_nor_a_rank(serve: Ser
         os.kill(stopped, signal.SIGCONT)
 
 
+async def test_an_abort_by_id_reaches_every_front_end_and_so_does_the_load(
+    serve: Serve, simulated: list[str], poll: Poll
+) -> None:
+    server = serve(*simulated, "--api-server-count", "2", "--dev-mode")
+
+    async def ask_with_id() -> str:
+        body = {"model": "tiny", "prompt": "one", "ignore_eos": True, "max_tokens": 8000}
+        async with (
+            aiohttp.ClientSession(headers={"X-Request-Id": "mine"}) as session,
+            session.post(f"{server.url}/v1/completions", json=body) as response,
+        ):
+            reason: str = (await response.json())["choices"][0]["finish_reason"]
+            return reason
+
+    asked = [asyncio.create_task(ask_with_id()) for _ in range(8)]
+    await asyncio.to_thread(poll, lambda: server.get("/load").json() == {"server_load": 8}, "all are under way")
+    front_ends = {f["index"]: f["in_flight"] for f in server.status()["front_ends"]}
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"{server.url}/abort_requests", json={"request_ids": ["mine"]}) as response:
+            assert response.status == 200
+    assert await asyncio.wait_for(asyncio.gather(*asked), 30) == ["abort"] * 8, front_ends
+    await asyncio.to_thread(poll, lambda: server.get("/load").json() == {"server_load": 0}, "nothing is under way")
+
+
 async def test_the_admission_limit_is_one_for_all_front_ends(serve: Serve, simulated: list[str]) -> None:
     # Six of these take three seconds: all others have come by then, also on a busy machine.
     server = serve(*simulated, "step_ms=30", "--api-server-count", "2", "--max-num-queued-requests", "6")

@@ -9,7 +9,7 @@ import pytest
 from balancer.load import RoutingRequest
 from cores.messages import EngineCoreOutputs, EngineCoreRequest, RankId, RankLoad
 from cores.sampling_params import RequestOutputKind, SamplingParams
-from cores.testing import make_tiny_model_dir
+from cores.testing import ManualClock, make_tiny_model_dir
 from gateway.core_client.base import SentRequest
 from gateway.errors import EngineDeadError, OverloadedError
 from gateway.failover import Failover, continued
@@ -26,6 +26,12 @@ class Client:
     def __init__(self) -> None:
         self.sent: list[SentRequest] = []
         self.is_full = False
+        self.awaits_restart = True
+        self.failure = None
+        self.aborted: list[int] = []
+
+    def abort_requests(self, handles: list[int]) -> None:
+        self.aborted += handles
 
     def add_request(self, sent: SentRequest) -> RankId:
         if self.is_full:
@@ -40,7 +46,8 @@ class Stage:
     def __init__(self, tokenizer: Tokenizer, *, is_enabled: bool = True, **params: object) -> None:
         self.client = Client()
         self.outputs = OutputProcessor(tokenizer)
-        self.failover = Failover(self.client, self.outputs, is_enabled=is_enabled)  # type: ignore[arg-type]
+        self.clock = ManualClock(100.0)
+        self.failover = Failover(self.client, self.outputs, self.clock, is_enabled=is_enabled, max_wait_s=60.0)  # type: ignore[arg-type]
         self.collector = RequestOutputCollector(RequestOutputKind.DELTA)
         sampling = SamplingParams(max_tokens=50, seed=7, output_kind=RequestOutputKind.DELTA, **params)  # type: ignore[arg-type]
         self.outputs.add_request(
@@ -110,6 +117,31 @@ def test_it_waits_while_no_rank_can_take_it_and_goes_on_when_one_can(tokenizer: 
     stage.failover.resume()
     assert stage.failover.num_waiting == 0
     assert len(stage.client.sent) == 1
+
+
+def test_it_does_not_wait_longer_than_a_rank_may_take_to_start(tokenizer: Tokenizer) -> None:
+    stage = Stage(tokenizer)
+    stage.client.is_full = True
+    stage.failover.on_death([stage.sent])
+    stage.clock.sleep(59.0)
+    stage.failover.resume()  # in vain: that is no new beginning
+    stage.failover.expire()
+    assert stage.failover.num_waiting == 1
+    stage.clock.sleep(1.0)
+    stage.failover.expire()
+    assert stage.failover.num_waiting == stage.outputs.num_unfinished == 0
+    with pytest.raises(EngineDeadError, match="no rank took the request within 60 s"):
+        stage.collector.get_nowait()
+
+
+def test_a_new_request_waits_only_where_a_rank_will_come(tokenizer: Tokenizer) -> None:
+    stage = Stage(tokenizer)
+    stage.client.is_full = True
+    stage.failover.send(stage.sent)
+    assert stage.failover.num_waiting == 1
+    stage.client.awaits_restart = False
+    with pytest.raises(OverloadedError):
+        stage.failover.send(stage.sent)
 
 
 def test_a_request_that_ends_while_it_waits_is_not_sent(tokenizer: Tokenizer) -> None:

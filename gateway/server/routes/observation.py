@@ -49,7 +49,7 @@ async def version(_request: web.Request) -> web.Response:
 
 @routes.get("/load")
 async def load(request: web.Request) -> web.Response:
-    return json_response({"server_load": request.app[STATE].num_in_flight})
+    return json_response({"server_load": request.app[STATE].server_load()})
 
 
 def can_serve(state: ServerState) -> bool:

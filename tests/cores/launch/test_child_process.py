@@ -10,7 +10,7 @@ from collections import deque
 
 import pytest
 
-from cores.launch.child_process import forward_lines
+from cores.launch.child_process import MAX_LINE_BYTES, forward_lines
 
 
 async def test_lines_are_forwarded_under_the_childs_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,6 +21,16 @@ async def test_lines_are_forwarded_under_the_childs_name(capsys: pytest.CaptureF
     await forward_lines(reader, "rank 3", last_lines)
     assert capsys.readouterr().err == "[rank 3] one\n[rank 3] two \\xff\n"
     assert list(last_lines) == ["two \\xff"]
+
+
+async def test_a_line_without_an_end_comes_in_parts_and_does_not_fill_our_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    reader = asyncio.StreamReader()
+    reader.feed_data(b"x" * (2 * MAX_LINE_BYTES + 3))
+    reader.feed_eof()
+    last_lines: deque[str] = deque()
+    await forward_lines(reader, "rank 3", last_lines)
+    assert [len(line) for line in last_lines] == [MAX_LINE_BYTES, MAX_LINE_BYTES, 3]
+    assert capsys.readouterr().err.count("[rank 3] ") == 3
 
 
 async def test_a_log_that_nobody_reads_any_more_does_not_hold_up_the_child(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ class FakeGroup:
         return engine
 
     def tell_state(self, *records: RankRecord) -> None:
-        assert self._control.send(front_end_identity(0), GroupState(1, records))
+        assert self._control.send(front_end_identity(0), GroupState(records))
 
     def add_request(self, num_prompt_tokens: int = 10, pinned_rank: int | None = None) -> tuple[int, RankId]:
         """Its handle, and who got it."""

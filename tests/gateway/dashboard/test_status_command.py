@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from io import StringIO
 from typing import Any
@@ -150,6 +153,27 @@ def test_documents_of_other_versions_are_read() -> None:
     assert reading.status.ranks[0].state == "ready"
     assert reading.document["new_field"] == 1
     assert exit_code([reading]) == 0
+
+
+@pytest.mark.parametrize("mode", ["--json", "--once"])
+def test_a_reader_that_has_seen_enough_is_no_error(mode: str) -> None:
+    reading_end, writing_end = os.pipe()
+    os.close(reading_end)
+    command_line = [
+        sys.executable,
+        "-m",
+        "gateway",
+        "status",
+        mode,
+        "--url",
+        "http://127.0.0.1:9",
+        "--url",
+        "http://127.0.0.1:9",
+    ]
+    with os.fdopen(writing_end, "w") as nobody:
+        done = subprocess.run(command_line, stdout=nobody, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 2  # unreachable, as it would have said
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

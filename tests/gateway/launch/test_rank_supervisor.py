@@ -44,10 +44,13 @@ class FakeRankLauncher:
         self.launches: list[EngineLaunch] = []
         self.lives: dict[RankId, FakeRank] = {}
         self.refusal: str | None = None
+        self.refuse_with: Exception | None = None  # that no launcher should raise
 
     async def open(self) -> None: ...
 
     async def start(self, launch: EngineLaunch) -> RankHandle:
+        if self.refuse_with is not None:
+            raise self.refuse_with
         if self.refusal is not None:
             raise LaunchError(self.refusal)
         self.launches.append(launch)
@@ -120,6 +123,23 @@ async def test_all_ranks_start_at_once_and_the_group_is_up_when_all_are_ready(gr
     group.say_ready(0)
     await group.supervisor.up.wait()
     assert [(launch.rank, launch.epoch, launch.local_rank) for launch in group.launcher.launches] == [(0, 1, 0), (1, 1, 1)]
+
+
+async def test_an_error_of_the_supervisor_costs_one_rank_and_not_the_server(group: Group) -> None:
+    await group.bring_up()
+    group.launcher.refuse_with = RuntimeError("a bug")
+    group.launcher.lives[RankId(1, 1)].end("killed by signal 9")
+    await group.until(lambda: "cannot be supervised" in (group.states[-1].ranks[1].cause or ""))
+    assert [group.state(0), group.state(1)] == ["ready", "dead"]
+    assert not group.states[-1].ranks[1].restart_pending
+    assert group.failures == []
+
+
+async def test_an_error_of_the_supervisor_during_the_start_ends_the_start(group: Group) -> None:
+    group.launcher.refuse_with = RuntimeError("a bug")
+    group.start()
+    await group.until(lambda: bool(group.failures))
+    assert "did not start: it cannot be supervised any more: RuntimeError: a bug" in group.failures[0]
 
 
 async def test_killed_rank_is_announced_dead_and_then_restarted_with_the_next_epoch(group: Group) -> None:

@@ -1,0 +1,165 @@
+"""The way of a request to its ranks, and back out of them: admitted, registered, booked and sent, or nothing of it.
+
+Nothing is awaited between registering and sending: a failed send undoes both, and no cancellation can come between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from balancer.load import RoutingRequest
+from cores.messages import EngineCoreRequest
+from cores.pooling_params import PoolingParams
+from gateway.admission import Admission, Usage
+from gateway.core_client import AsyncMPClient
+from gateway.core_client.base import SentRequest
+from gateway.errors import OverloadedError
+from gateway.failover import Failover
+from gateway.input_processor import ProcessedInput, check_options
+from gateway.lora_manager import LoraManager
+from gateway.output_collector import RequestOutputCollector
+from gateway.output_processor import OutputProcessor
+from gateway.parallel_sampling import ParentRequest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """What comes with a prompt besides its parameters."""
+
+    request_id: str  # the caller's
+    prompt_text: str | None = None
+    priority: int = 0
+    data_parallel_rank: int | None = None
+    session_id: str | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    pooling_params: PoolingParams | None = None
+    trace_headers: Mapping[str, str] | None = None
+
+
+class RequestSender:
+    """On behalf of `AsyncLLM`."""
+
+    def __init__(
+        self,
+        core_client: AsyncMPClient,
+        outputs: OutputProcessor,
+        failover: Failover,
+        admission: Admission,
+        loras: LoraManager,
+        clock: Callable[[], float],
+    ) -> None:
+        self.num_requests = 0
+        self._core_client = core_client
+        self._outputs = outputs
+        self._failover = failover
+        self._admission = admission
+        self._loras = loras
+        self._clock = clock
+        self._has_warned_of_traces = False
+
+    @property
+    def usage(self) -> Usage:
+        """What is in flight here."""
+        return Usage(self._outputs.num_unfinished, self._core_client.num_unreported_tokens)
+
+    def send(self, processed: ProcessedInput, options: RequestOptions) -> tuple[str, RequestOutputCollector]:
+        """Its internal id, and where its outputs come. Raises what `EngineClient.generate` raises."""
+        check_options(
+            request_id=options.request_id, priority=options.priority, data_parallel_rank=options.data_parallel_rank,
+            session_id=options.session_id, cache_salt=options.cache_salt,
+        )  # fmt: skip
+        if options.trace_headers:
+            self._warn_of_traces()
+        params, num_tokens = processed.sampling_params, len(processed.prompt_token_ids)
+        lora = None if options.lora_name is None else self._loras.require(options.lora_name, "lora_request")
+        more, reported_tokens = Usage(params.n, num_tokens), self._core_client.num_reported_tokens
+        self._admission.admit(self.usage, more, self._clock(), reported_tokens=reported_tokens)
+        request = EngineCoreRequest(
+            handle=0,  # each sequence gets its own
+            request_id=f"{options.request_id}-{uuid.uuid4().hex[:8]}",
+            prompt_token_ids=processed.prompt_token_ids,
+            sampling_params=params,
+            arrival_time_s=time.time(),
+            num_original_prompt_tokens=num_tokens,
+            priority=options.priority,
+            cache_salt=options.cache_salt,
+            session_id=options.session_id,
+            lora_name=options.lora_name,
+            lora_id=None if lora is None else lora.id,
+            pooling_params=options.pooling_params,
+        )
+        routing = RoutingRequest(
+            num_prompt_tokens=num_tokens,
+            pinned_rank=options.data_parallel_rank,
+            session_id=options.session_id,
+            priority=options.priority,
+            lora_name=options.lora_name,
+        )
+        collector = RequestOutputCollector(params.output_kind)
+        self._send_all(request, routing, collector, options.request_id, options.prompt_text or processed.prompt_text)
+        return request.request_id, collector
+
+    def _warn_of_traces(self) -> None:
+        if not self._has_warned_of_traces:
+            self._has_warned_of_traces = True
+            logger.warning("trace headers are dropped: no traces endpoint is configured")
+
+    def _send_all(
+        self,
+        request: EngineCoreRequest,
+        routing: RoutingRequest,
+        collector: RequestOutputCollector,
+        external_id: str,
+        prompt_text: str | None,
+    ) -> None:
+        """Registers and sends all sequences of a request, or none. Must not be split by an await: see the module."""
+        params = request.sampling_params
+        parent = ParentRequest(request.request_id, params) if params.n > 1 else None
+        handles: list[int] = []
+        try:
+            for index in range(params.n):
+                handle = self._core_client.next_handle()
+                child_params = params if parent is None else parent.child_params(index)
+                self._outputs.add_request(
+                    handle=handle,
+                    external_id=external_id,
+                    internal_id=request.request_id,
+                    prompt_text=prompt_text,
+                    prompt_token_ids=list(request.prompt_token_ids),
+                    params=child_params,
+                    sink=collector,
+                    parent=parent,
+                    index=index,
+                    arrival_s=self._clock(),
+                    lora_name=request.lora_name,
+                )
+                handles.append(handle)
+                child = dataclasses.replace(request, handle=handle, sampling_params=child_params)
+                self._failover.send(SentRequest(child, routing))
+        except BaseException as error:
+            self._outputs.remove(handles)
+            self.leave_ranks(handles)  # those that were sent
+            if isinstance(error, OverloadedError):
+                self._admission.num_rejected += 1
+            raise
+        self.num_requests += 1
+
+    def abort(self, request_id: str) -> None:
+        """Ends the requests of that external or internal id."""
+        self.leave_ranks(self._outputs.abort(request_id))
+
+    def abort_all(self) -> None:
+        self.leave_ranks(self._outputs.abort_all())
+
+    def leave_ranks(self, handles: Collection[int]) -> None:
+        """These have ended here: nobody need work on them any more, or wait for somebody who will."""
+        self._failover.drop(handles)
+        self._core_client.abort_requests(handles)
