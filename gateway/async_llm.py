@@ -32,7 +32,7 @@ from gateway.errors import EngineDeadError, GatewayError, InvalidRequestError, O
 from gateway.failover import Failover
 from gateway.grammar_checker import GrammarChecker
 from gateway.group_settings import GroupStore
-from gateway.input_processor import InputProcessor
+from gateway.input_processor import InputProcessor, add_special_tokens
 from gateway.input_session import InputSession
 from gateway.loop_lag import LoopLag
 from gateway.lora_manager import LoraManager
@@ -43,8 +43,10 @@ from gateway.output_handler import OutputHandler
 from gateway.output_processor import OutputProcessor
 from gateway.outputs import PoolingRequestOutput, RequestOutput, to_pooling_output
 from gateway.renderer import Renderer
+from gateway.request_logger import RequestLogger
 from gateway.request_sender import RequestOptions, RequestSender
 from gateway.shared_value import OwnValue
+from gateway.stat_loggers import LogLine, StatLoggerFactory, StatLoggers
 from gateway.status import BalancerStatus, FrontEndStatus, StatusSnapshot, Totals
 from gateway.version import __version__
 
@@ -99,9 +101,11 @@ class AsyncLLM(EngineClient):
         self.output_handler = OutputHandler(
             core_client, self.output_processor, self.sender, self.failover, self.admission, config.output_chunk_size, clock
         )
+        self.stats = StatLoggers(self.output_processor)
         core_client.ranks.before_serving = self._restore
         core_client.on_abort = self.sender.abort
         self._own_run_directory: str | None = None
+        self._warnings: set[str] = set()  # that have been said: each once
 
     @classmethod
     async def from_config(
@@ -112,12 +116,14 @@ class AsyncLLM(EngineClient):
         slots: UsageSlots | None = None,
         lora_store: LoraStore | None = None,
         group_store: GroupStore | None = None,
+        stat_loggers: Sequence[StatLoggerFactory] = (),
     ) -> AsyncLLM:
         """An engine client whose ranks are all ready.
 
         Without a `place` (in a user's script) it starts the launcher and its engine cores as children, which end with it.
         `on_shutdown` is called with a time in seconds when the launcher wants the front end to drain; `slots`, `lora_store` and
-        `group_store` are where several front ends see each other's usage, adapters and operations.
+        `group_store` are where several front ends see each other's usage, adapters and operations. `stat_loggers` make loggers
+        that get statistics, besides those that are installed as plug-ins.
 
         Raises `ConfigError` for a setting or model directory that cannot be used, `EngineDeadError` with the engine's own cause
         when a rank does not start.
@@ -150,9 +156,8 @@ class AsyncLLM(EngineClient):
                 shutil.rmtree(own_run_directory, ignore_errors=True)
             raise
         llm._own_run_directory = own_run_directory
-        llm.output_handler.start()
-        llm.loop_lag.start()
         try:
+            llm._start(stat_loggers)
             for rank_id in core_client.serving:
                 await llm.restore_rank(rank_id)
             await llm.loras.adopt()
@@ -160,6 +165,23 @@ class AsyncLLM(EngineClient):
             await llm.shutdown()
             raise
         return llm
+
+    def _start(self, stat_loggers: Sequence[StatLoggerFactory]) -> None:
+        """All that runs beside requests. Statistics last: they are about the rest."""
+        self.output_handler.start()
+        self.loop_lag.start()
+        index, wanted = self.core_client.place.index, self.config.observability
+        for factory in stat_loggers:
+            stat_logger = factory(self.config, index)
+            self.stats.add(type(stat_logger).__name__, stat_logger)
+        self.stats.add_plugins(self.config, index)
+        if not wanted.disable_log_stats:
+            self.stats.add("log line", LogLine(self._clock))
+        if wanted.enable_log_requests:
+            request_logger = RequestLogger(wanted.max_log_len)
+            self.sender.on_sent = request_logger.on_sent
+            self.stats.add("request log", request_logger)
+        self.stats.start(self.status)
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -195,27 +217,49 @@ class AsyncLLM(EngineClient):
         request_id: str,
         *,
         lora_request: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
+        kv_hints: Mapping[str, Any] | None = None,
         prompt_text: str | None = None,
         cache_salt: str | None = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
+        unused = {
+            "kv_hints": kv_hints, "reasoning_ended": reasoning_ended, "reasoning_parser_kwargs": reasoning_parser_kwargs,
+        }  # fmt: skip
+        for name, value in unused.items():
+            if value is not None:
+                self._warn_once(f"{name} has no effect yet")
         options = RequestOptions(
             request_id=request_id, prompt_text=prompt_text, priority=priority, data_parallel_rank=data_parallel_rank,
-            session_id=session_id, lora_name=lora_request, cache_salt=cache_salt, trace_headers=trace_headers,
+            session_id=session_id, lora_name=lora_request, cache_salt=cache_salt,
+            trace_headers=self._kept(trace_headers), tokenization_kwargs=tokenization_kwargs,
         )  # fmt: skip
         if isinstance(prompt, AsyncIterator):
             return self._answer_pieces(prompt, sampling_params, options)
         return self._answer(prompt, sampling_params, options)
+
+    def _kept(self, trace_headers: Mapping[str, str] | None) -> Mapping[str, str] | None:
+        if trace_headers and not self.stats.wants_traces:
+            self._warn_once("trace headers are dropped: no traces endpoint is configured")
+            return None
+        return trace_headers
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warnings:
+            self._warnings.add(text)
+            logger.warning("%s", text)
 
     async def _answer(
         self, prompt: Prompt, sampling_params: SamplingParams, options: RequestOptions
     ) -> AsyncGenerator[RequestOutput, None]:
         self.model_config.check_task("generate")
         self.check_admission(num_sequences=0)
-        processed = await self.input_processor.process(prompt, sampling_params)
+        processed = await self.input_processor.process(prompt, sampling_params, options.tokenization_kwargs)
         internal_id, collector = self.sender.send(processed, options)
         finished = False
         try:
@@ -241,7 +285,10 @@ class AsyncLLM(EngineClient):
                 rank = options.data_parallel_rank  # its rank has died since: going on matters more than its cache
             return self._answer(token_ids, sampling_params, dataclasses.replace(options, data_parallel_rank=rank))
 
-        session = InputSession(answer, self.renderer.encode_async, sampling_params.output_kind)
+        async def encode(text: str, is_first: bool) -> list[int]:
+            return await self.renderer.encode_async(text, is_first and add_special_tokens(options.tokenization_kwargs))
+
+        session = InputSession(answer, encode, sampling_params.output_kind)
         async with aclosing(session.run(pieces)) as outputs:
             async for output in outputs:
                 yield output
@@ -260,7 +307,8 @@ class AsyncLLM(EngineClient):
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         options = RequestOptions(
             request_id=request_id, prompt_text=prompt_text, priority=priority, data_parallel_rank=data_parallel_rank,
-            session_id=session_id, pooling_params=pooling_params, trace_headers=trace_headers,
+            session_id=session_id, pooling_params=pooling_params,
+            trace_headers=self._kept(trace_headers),
         )  # fmt: skip
         self.model_config.check_task("embed")
         self.check_admission(num_sequences=0)
@@ -358,12 +406,19 @@ class AsyncLLM(EngineClient):
         self._stopped = True
         self.output_handler.stop()
         self.loop_lag.stop()
+        self.stats.close()
         self.output_processor.fail_all(EngineDeadError("the engine client was shut down"))
         self.renderer.close()
         await self.grammar_checker.close()
         await self.core_client.shutdown()
         if self._own_run_directory is not None:
             shutil.rmtree(self._own_run_directory, ignore_errors=True)
+
+    async def is_tracing_enabled(self) -> bool:
+        return self.stats.wants_traces
+
+    async def do_log_stats(self) -> None:
+        self.stats.on_interval(self.status())
 
     # --- what it looks like -------------------------------------------------------------------------------------------
 

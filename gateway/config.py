@@ -8,8 +8,8 @@ from typing import Literal
 from cores.config import ConfigError, EngineConfig, check_fields, opt, parse_lora_modules
 
 __all__ = [
-    "AdmissionConfig", "BalancerConfig", "ConfigError", "EngineConfig", "FaultConfig", "GatewayConfig", "ParallelConfig",
-    "ServerConfig",
+    "AdmissionConfig", "BalancerConfig", "ConfigError", "EngineConfig", "FaultConfig", "GatewayConfig",
+    "ObservabilityConfig", "ParallelConfig", "ServerConfig",
 ]  # fmt: skip
 
 DEFAULT_POLICY = "least_tokens"
@@ -121,6 +121,16 @@ class AdmissionConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ObservabilityConfig:
+    disable_log_stats: bool = opt(False, "no statistics: no line in the log every 10 s, no histograms in /metrics")
+    enable_log_requests: bool = opt(False, "two lines in the log per request; with --log-level debug also its prompt")
+    max_log_len: int | None = opt(None, "characters or token ids of a prompt that are logged; default: all", min=0)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -128,6 +138,7 @@ class GatewayConfig:
     balancer: BalancerConfig = field(default_factory=BalancerConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     output_chunk_size: int = opt(128, "outputs handled before the loop gets a turn; also GATEWAY_OUTPUT_PROC_CHUNK_SIZE", min=1)
     log_level: Literal["debug", "info", "warning", "error"] = opt("info", "of the log on stderr")
 

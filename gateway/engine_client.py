@@ -7,7 +7,7 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cores.messages import EngineReady
 from cores.pooling_params import PoolingParams
@@ -23,7 +23,16 @@ if TYPE_CHECKING:
     from gateway.renderer import Renderer
     from gateway.status import StatusSnapshot
 
-Prompt = str | Sequence[int]  # text, or token ids
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    """A prompt as a renderer made it."""
+
+    token_ids: Sequence[int]
+    text: str | None  # None: it came as token ids
+
+
+Prompt = str | Sequence[int] | TokenizedPrompt  # text, token ids, or both
 PromptPieces = AsyncIterator[Prompt]  # a session, whose later pieces go on the same sequence: see `input_session`
 
 
@@ -140,19 +149,30 @@ class EngineClient(Operations):
         request_id: str,
         *,
         lora_request: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
+        kv_hints: Mapping[str, Any] | None = None,
         prompt_text: str | None = None,
         cache_salt: str | None = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Streams the outputs of one request; the last one is `finished`, and there is always exactly one such end or an error.
 
         Nothing happens until the generator is iterated. Closing it aborts the request. `request_id` is the caller's name for
-        it, echoed and accepted by `abort`; two requests may share one. `lora_request` is the name of an adapter, `prompt_text`
-        what `prompt` ids were made from.
-        Pieces of a prompt are answered one after the other, on one rank; an output with a finish reason ends its piece.
+        it, echoed and accepted by `abort`; two requests may share one. Pieces of a prompt are answered one after the other, on
+        one rank; an output with a finish reason ends its piece.
+
+        * `lora_request`: the name of an adapter.
+        * `tokenization_kwargs`: for a prompt that is text; `add_special_tokens` (True) is the one there is.
+        * `trace_headers`: W3C trace context of the caller; dropped, with one warning, where no traces endpoint is configured.
+        * `priority`: lower is sooner, with `--scheduling-policy priority`.
+        * `data_parallel_rank`: this rank and no other; `session_id`: what requests of one conversation have in common.
+        * `prompt_text`: what `prompt` ids were made from. `cache_salt`: only requests with the same share prefixes.
+        * `kv_hints`, `reasoning_ended`, `reasoning_parser_kwargs`: taken and without effect yet, which the log says once.
 
         Raises `InvalidRequestError` before any token, `OverloadedError` when there is no room, `EngineGenerateError` when this
         request fails, `EngineDeadError` when its rank dies and it cannot go on.

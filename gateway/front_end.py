@@ -96,8 +96,8 @@ class FrontEnd:
                 await start
             return None
         llm = start.result()
-        llm.output_processor.on_finished = self.state.metrics.on_finished
-        llm.output_processor.on_tokens = self.state.metrics.on_tokens
+        if not self.config.observability.disable_log_stats:
+            llm.stats.add("metrics", self.state.metrics)
         self.state.engine = llm
         return llm
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cores.pooling_params import PoolingParams
 from cores.sampling_params import (
@@ -16,7 +17,7 @@ from cores.sampling_params import (
     is_int,
     is_text,
 )
-from gateway.engine_client import ModelConfig
+from gateway.engine_client import ModelConfig, Prompt, TokenizedPrompt
 from gateway.errors import InvalidRequestError
 from gateway.renderer import Renderer
 
@@ -54,30 +55,37 @@ class InputProcessor:
         self._rng = rng
         self._check_grammar = check_grammar
 
-    async def process(self, prompt: str | Sequence[int], params: SamplingParams) -> ProcessedInput:
+    async def process(
+        self, prompt: Prompt, params: SamplingParams, tokenization_kwargs: Mapping[str, Any] | None = None
+    ) -> ProcessedInput:
         """Raises `InvalidRequestError`. Leaves `prompt` and `params` as they are."""
         self._check_params(params)  # first: it costs nothing, and tokenizing may
-        token_ids, text = await self._tokenize(prompt, num_to_come=1)
+        token_ids, text = await self._tokenize(prompt, 1, add_special_tokens(tokenization_kwargs))
         params = self._complete(params, len(token_ids))
         if params.structured_outputs is not None:
             await self._check_grammar(params.structured_outputs)
         return ProcessedInput(token_ids, text, params)
 
-    async def process_pooling(self, prompt: str | Sequence[int], params: PoolingParams) -> ProcessedInput:
+    async def process_pooling(self, prompt: Prompt, params: PoolingParams) -> ProcessedInput:
         """The same for a prompt that becomes a vector."""
         self._check_dimensions(params.dimensions)
-        token_ids, text = await self._tokenize(prompt, num_to_come=0)
+        token_ids, text = await self._tokenize(prompt, 0)
         return ProcessedInput(token_ids, text, FOR_POOLING)
 
     # --- the prompt ---------------------------------------------------------------------------------------------------
 
-    async def _tokenize(self, prompt: str | Sequence[int], num_to_come: int) -> tuple[list[int], str | None]:
-        """Ids, and text if that is what came. So many tokens must fit behind them."""
+    async def _tokenize(
+        self, prompt: Prompt, num_to_come: int, add_special_tokens: bool = True
+    ) -> tuple[list[int], str | None]:
+        """Ids, and the text if it came. So many tokens must fit behind them."""
+        if isinstance(prompt, TokenizedPrompt):
+            token_ids, _ = await self._tokenize(prompt.token_ids, num_to_come)
+            return token_ids, prompt.text
         if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
             raise InvalidRequestError(f"the prompt must be text or token ids, got {type(prompt).__name__}", "prompt")
         if isinstance(prompt, str):
             self.check_text(prompt)
-            token_ids = await self._renderer.encode_async(prompt, add_special_tokens=True)
+            token_ids = await self._renderer.encode_async(prompt, add_special_tokens)
             self._check_length(len(token_ids), num_to_come)
             return token_ids, prompt
         self._check_length(len(prompt), num_to_come)
@@ -172,6 +180,18 @@ class InputProcessor:
         spellings = [text for word in words for stem in [word.lstrip() or word] for text in (stem, " " + stem)]
         sequences = (tuple(encode(text, add_special_tokens=False)) for text in spellings)
         return tuple(dict.fromkeys(sequence for sequence in sequences if sequence))
+
+
+def add_special_tokens(tokenization_kwargs: Mapping[str, Any] | None) -> bool:
+    """What they say. Raises `InvalidRequestError` for what they cannot say here."""
+    kwargs = dict(tokenization_kwargs or {})
+    wanted = kwargs.pop("add_special_tokens", True)
+    if kwargs or type(wanted) is not bool:
+        got = f"{min(kwargs)!r}" if kwargs else f"add_special_tokens={wanted!r:.80}"
+        raise InvalidRequestError(
+            f"tokenization_kwargs takes add_special_tokens, True or False; got {got}", "tokenization_kwargs"
+        )
+    return wanted
 
 
 def check_options(

@@ -12,10 +12,11 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from cores.sampling_params import RequestOutputKind
+from gateway.engine_client import Prompt, TokenizedPrompt
 from gateway.errors import InvalidRequestError
 from gateway.outputs import CompletionOutput, RequestOutput
 
-Piece = str | Sequence[int]
+Piece = Prompt
 Answer = Callable[[list[int], int | None], AsyncGenerator[RequestOutput, None]]
 Encode = Callable[[str, bool], Awaitable[list[int]]]
 
@@ -34,7 +35,7 @@ class InputSession:
         """Raises `InvalidRequestError` when there is no piece, and what `answer` raises."""
         last: RequestOutput | None = None
         async for piece in pieces:
-            self._token_ids += await self._encode(piece, not self._token_ids) if isinstance(piece, str) else piece
+            self._token_ids += await self._to_token_ids(piece)
             async with aclosing(self._answer(list(self._token_ids), self._rank)) as outputs:
                 async for output in outputs:
                     self._take(output)
@@ -46,6 +47,11 @@ class InputSession:
             raise InvalidRequestError("the prompt has no pieces", "prompt")
         end = last.outputs[0]
         yield replace(last, outputs=[CompletionOutput(0, "", [], None, end.finish_reason, end.stop_reason)], finished=True)
+
+    async def _to_token_ids(self, piece: Piece) -> Sequence[int]:
+        if isinstance(piece, TokenizedPrompt):
+            return piece.token_ids
+        return await self._encode(piece, not self._token_ids) if isinstance(piece, str) else piece
 
     def _take(self, output: RequestOutput) -> None:
         if self._rank is None:

@@ -17,6 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from gateway.output_processor import FinishedRequest, TokenTimes
+from gateway.stat_loggers import StatLogger
 from gateway.status import FrontEndStatus, RankStatus, StatusSnapshot, Totals
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -83,7 +84,7 @@ class RankHistograms:
         self.finished.update({reason: int(n) for reason, n in zip(FINISH_REASONS, plain["finished"], strict=True)})
 
 
-class RequestMetrics:
+class RequestMetrics(StatLogger):
     """What the requests of one server went through, as its output processor tells."""
 
     content_type = CONTENT_TYPE_LATEST

@@ -155,8 +155,22 @@ class Operations(ABC):
                 await asyncio.shield(self.tell_ranks("discard_weights"))
             raise
 
+    async def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        """Weights over a network, from a trainer: no engine here can. Those in a directory: `update_weights`."""
+        raise NotImplementedError("init_weight_transfer_engine is not implemented: weights come from a directory")
+
+    async def start_weight_update(self) -> None:
+        raise NotImplementedError("start_weight_update is not implemented: weights come from a directory")
+
+    async def finish_weight_update(self) -> None:
+        raise NotImplementedError("finish_weight_update is not implemented: weights come from a directory")
+
     async def get_weight_version(self) -> int:
         return int(await self.call_agreed("get_weight_version"))
+
+    async def scale_elastic_ep(self, new_data_parallel_size: int, drain_timeout: int = 300) -> None:
+        """Another number of ranks while serving."""
+        raise NotImplementedError("scale_elastic_ep is not implemented: the number of ranks is fixed at the start")
 
     # --- caches -------------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,9 @@ output or an error; what still comes for it afterwards is dropped and counted.
 
 from __future__ import annotations
 
+import logging
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cores.messages import EngineCoreOutputs, FinishReason, TokenLogprobs
@@ -18,6 +19,8 @@ from gateway.outputs import CompletionOutput, RequestOutput
 from gateway.parallel_sampling import ParentRequest
 from gateway.request_state import RequestState, RequestStream
 from gateway.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class FinishedRequest:
     num_cached_tokens: int
     num_generation_tokens: int
     num_moves: int
+    trace_headers: Mapping[str, str] | None = None
 
 
 @dataclass(slots=True)
@@ -109,6 +113,7 @@ class OutputProcessor:
         index: int,
         arrival_s: float,
         lora_name: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> None:
         """Registers one sequence; the children of one parent share its internal id and sink."""
         assert handle not in self._states, f"handle {handle} is in use"
@@ -119,6 +124,7 @@ class OutputProcessor:
                 external_id, internal_id, prompt_text, prompt_token_ids, params.output_kind, sink, parent, arrival_s
             )
             stream.lora_name = lora_name
+            stream.trace_headers = trace_headers
             self._streams[internal_id] = stream
             self._internal_ids.setdefault(external_id, set()).add(internal_id)
         state = RequestState(handle, index, self._tokenizer, params, stream)
@@ -192,6 +198,11 @@ class OutputProcessor:
                 counts[name] = (waiting, running + 1) if state.has_tokens else (waiting + 1, running)
         return counts
 
+    def handles_of(self, internal_id: str) -> list[int]:
+        """Of the sequences that have not ended; none for an unknown id."""
+        stream = self._streams.get(internal_id)
+        return [] if stream is None else list(stream.states)
+
     def _streams_of(self, handles: Iterable[int]) -> list[RequestStream]:
         """Each once, in order of the handles; unknown ones have none."""
         return list(dict.fromkeys(state.stream for handle in handles if (state := self._states.get(handle)) is not None))
@@ -243,7 +254,10 @@ class OutputProcessor:
             yield ProcessedOutputs(batch.abort_handles, batch.finished_handles, batch.num_tokens)
 
     def _process_rows(self, batch: _Slice, rows: range, offset: int, extras: set[int]) -> int:
-        """The hot path: one turn of this loop is one streamed token. Returns the offset of the next row's tokens."""
+        """The hot path: one turn of this loop is one streamed token. Returns the offset of the next row's tokens.
+
+        A bug that one row meets costs its own request: the others of the batch are nobody's fault.
+        """
         states, now, times = self._states, batch.now, batch.times
         handles, token_ids, counts = batch.outputs.handles, batch.outputs.token_ids, batch.outputs.counts
         num_plain = 0
@@ -252,34 +266,48 @@ class OutputProcessor:
             state = states.get(handles[row])
             if state is None:
                 self.counters.stray_outputs += 1
-            elif count == 1 and state.is_plain and row not in extras:
-                num_plain += 1
-                stream = state.stream
-                stats = stream.stats
-                stats.num_generation_tokens += 1
-                stats.last_token_s = now
-                if times is not None:
-                    times.inter_token_s.append(now - state.last_token_s)
-                    state.last_token_s = now
-                state.accepted.append(token_ids[offset])
-                text, ids = state.push_one(token_ids[offset])
-                if state.detokenizer.stop_string is not None:
-                    state.add(text, ids)
-                    self._stop(batch, state, finished=False)
-                elif not state.is_delta:
-                    state.add(text, ids)
-                elif text or ids:
-                    completion = CompletionOutput(state.index, text, ids)
-                    stream.sink.put(
-                        RequestOutput(
-                            stream.external_id, stream.prompt, stream.prompt_token_ids, [completion], False, stats, stream.rank
+                offset += count
+                continue
+            try:
+                if count == 1 and state.is_plain and row not in extras:
+                    num_plain += 1
+                    stream = state.stream
+                    stats = stream.stats
+                    stats.num_generation_tokens += 1
+                    stats.last_token_s = now
+                    if times is not None:
+                        times.inter_token_s.append(now - state.last_token_s)
+                        state.last_token_s = now
+                    state.accepted.append(token_ids[offset])
+                    text, ids = state.push_one(token_ids[offset])
+                    if state.detokenizer.stop_string is not None:
+                        state.add(text, ids)
+                        self._stop(batch, state, finished=False)
+                    elif not state.is_delta:
+                        state.add(text, ids)
+                    elif text or ids:
+                        completion = CompletionOutput(state.index, text, ids)
+                        external_id, prompt, prompt_token_ids = stream.external_id, stream.prompt, stream.prompt_token_ids
+                        stream.sink.put(
+                            RequestOutput(external_id, prompt, prompt_token_ids, [completion], False, stats, stream.rank)
                         )
-                    )
-            else:
-                self._process_row(batch, state, row, token_ids[offset : offset + count])
+                else:
+                    self._process_row(batch, state, row, token_ids[offset : offset + count])
+            except Exception as error:
+                self._fail_row(batch, state, error)
             offset += count
         batch.num_tokens += num_plain
         return offset
+
+    def _fail_row(self, batch: _Slice, state: RequestState, error: Exception) -> None:
+        logger.exception("request %s: its output could not be processed", state.stream.internal_id)
+        if state.handle not in self._states:
+            return  # it had had its end
+        text = f"the output of {batch.outputs.rank_id} could not be processed: {type(error).__name__}: {error}"
+        siblings = self.fail([state.handle], EngineGenerateError(text))
+        has_ended = state.handle in batch.finished_handles
+        told = set(batch.abort_handles)
+        batch.abort_handles += [h for h in (*siblings, *(() if has_ended else (state.handle,))) if h not in told]
 
     def _process_row(self, batch: _Slice, state: RequestState, row: int, token_ids: Sequence[int]) -> None:
         """A row of any kind."""
@@ -414,4 +442,5 @@ def _finished_request(stream: RequestStream, finish_reason: str) -> FinishedRequ
         num_cached_tokens=stats.num_cached_tokens,
         num_generation_tokens=stats.num_generation_tokens,
         num_moves=stats.num_moves,
+        trace_headers=stream.trace_headers,
     )

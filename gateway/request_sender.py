@@ -6,11 +6,11 @@ Nothing is awaited between registering and sending: a failed send undoes both, a
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from balancer.load import RoutingRequest
 from cores.messages import EngineCoreRequest
@@ -26,8 +26,6 @@ from gateway.output_collector import RequestOutputCollector
 from gateway.output_processor import OutputProcessor
 from gateway.parallel_sampling import ParentRequest
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
@@ -42,6 +40,7 @@ class RequestOptions:
     cache_salt: str | None = None
     pooling_params: PoolingParams | None = None
     trace_headers: Mapping[str, str] | None = None
+    tokenization_kwargs: Mapping[str, Any] | None = None
 
 
 class RequestSender:
@@ -57,13 +56,13 @@ class RequestSender:
         clock: Callable[[], float],
     ) -> None:
         self.num_requests = 0
+        self.on_sent: Callable[[EngineCoreRequest, str | None], None] | None = None  # for the log: the request and its text
         self._core_client = core_client
         self._outputs = outputs
         self._failover = failover
         self._admission = admission
         self._loras = loras
         self._clock = clock
-        self._has_warned_of_traces = False
 
     @property
     def usage(self) -> Usage:
@@ -76,8 +75,6 @@ class RequestSender:
             request_id=options.request_id, priority=options.priority, data_parallel_rank=options.data_parallel_rank,
             session_id=options.session_id, cache_salt=options.cache_salt,
         )  # fmt: skip
-        if options.trace_headers:
-            self._warn_of_traces()
         params, num_tokens = processed.sampling_params, len(processed.prompt_token_ids)
         lora = None if options.lora_name is None else self._loras.require(options.lora_name, "lora_request")
         more, reported_tokens = Usage(params.n, num_tokens), self._core_client.num_reported_tokens
@@ -104,20 +101,18 @@ class RequestSender:
             lora_name=options.lora_name,
         )
         collector = RequestOutputCollector(params.output_kind)
-        self._send_all(request, routing, collector, options.request_id, options.prompt_text or processed.prompt_text)
+        prompt_text = options.prompt_text or processed.prompt_text
+        self._send_all(request, routing, collector, options, prompt_text)
+        if self.on_sent is not None:
+            self.on_sent(request, prompt_text)
         return request.request_id, collector
-
-    def _warn_of_traces(self) -> None:
-        if not self._has_warned_of_traces:
-            self._has_warned_of_traces = True
-            logger.warning("trace headers are dropped: no traces endpoint is configured")
 
     def _send_all(
         self,
         request: EngineCoreRequest,
         routing: RoutingRequest,
         collector: RequestOutputCollector,
-        external_id: str,
+        options: RequestOptions,
         prompt_text: str | None,
     ) -> None:
         """Registers and sends all sequences of a request, or none. Must not be split by an await: see the module."""
@@ -130,7 +125,7 @@ class RequestSender:
                 child_params = params if parent is None else parent.child_params(index)
                 self._outputs.add_request(
                     handle=handle,
-                    external_id=external_id,
+                    external_id=options.request_id,
                     internal_id=request.request_id,
                     prompt_text=prompt_text,
                     prompt_token_ids=list(request.prompt_token_ids),
@@ -140,6 +135,7 @@ class RequestSender:
                     index=index,
                     arrival_s=self._clock(),
                     lora_name=request.lora_name,
+                    trace_headers=options.trace_headers,
                 )
                 handles.append(handle)
                 child = dataclasses.replace(request, handle=handle, sampling_params=child_params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from cores.messages import Finished, FirstToken, TokenLogprobs
 from cores.sampling_params import RequestOutputKind, SamplingParams
@@ -21,7 +21,7 @@ class RequestStream:
     __slots__ = (
         "external_id", "internal_id", "lora_name", "num_open", "parent", "prompt", "prompt_logprobs", "prompt_token_ids",
         "rank", "sink",
-        "states", "stats", "waits_for_all",
+        "states", "stats", "trace_headers", "waits_for_all",
     )  # fmt: skip
 
     def __init__(
@@ -48,6 +48,7 @@ class RequestStream:
         self.rank: int | None = None
         self.prompt_logprobs: PromptLogprobs | None = None  # as far as they have come, where they were asked for
         self.lora_name: str | None = None
+        self.trace_headers: Mapping[str, str] | None = None
 
     def put(self, completion: CompletionOutput) -> None:
         """To the reader; a completion with a finish reason ends its sequence."""

@@ -18,7 +18,7 @@ from cores.pooling_params import PoolingParams
 from cores.sampling_params import RequestOutputKind, SamplingParams
 from gateway.chat_messages import normalise_messages
 from gateway.config import GatewayConfig
-from gateway.engine_client import EngineClient, ModelConfig, Prompt, PromptPieces
+from gateway.engine_client import EngineClient, ModelConfig, Prompt, PromptPieces, TokenizedPrompt
 from gateway.errors import EngineDeadError, GatewayError, InvalidRequestError, OverloadedError
 from gateway.group_settings import GroupStore
 from gateway.input_processor import InputProcessor
@@ -285,6 +285,7 @@ class FakeEngineClient(EngineClient):
     ) -> AsyncGenerator[RequestOutput, None]:
         assert not isinstance(prompt, AsyncIterator), "the fake answers whole prompts only"
         self.check_admission(sampling_params.n)
+        assert not isinstance(prompt, TokenizedPrompt), "the fake knows text and ids"
         text = prompt if isinstance(prompt, str) else options.get("prompt_text")
         ids = self.fake_renderer.tokenizer.encode(prompt, True) if isinstance(prompt, str) else list(prompt)
         request = FakeRequest(request_id, ids, text, sampling_params, options)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,9 +167,17 @@ class Memory:
         self.points.append((num_requests, mib))
 
     def growth(self) -> dict[str, float]:
-        """MiB per 1,000 requests, from the first third on: before it, caches fill."""
-        (n0, first), (n1, last) = self.points[len(self.points) // 3], self.points[-1]
-        return {name: 1000 * (last[name] - first[name]) / max(1, n1 - n0) for name in self.pids}
+        """MiB per 1,000 requests: the slope of a straight line through all points from the first third on, as before it caches
+        fill."""
+        points = self.points[len(self.points) // 3 :]
+        return {name: 1000 * slope([(n, mib[name]) for n, mib in points]) for name in self.pids}
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """By least squares."""
+    mean_x, mean_y = (sum(column) / len(points) for column in zip(*points, strict=True))
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
 
 
 async def is_idle(url: str) -> bool:

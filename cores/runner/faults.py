@@ -10,6 +10,7 @@ A script is a list of items separated by `;`, each `ACTION=N`, with the ranks an
 | raise_at_step=N         | an exception instead of step N (0: while loading)                                             |
 | stall_at_step=N         | step N never ends (0: loading never ends)                                                     |
 | fail_request_at_token=N | the N-th token (from 1) of each request is an error of that request alone                     |
+| lose_logprobs_at_token=N | the N-th token (from 1) of each request comes without the log-probabilities that it asked for |
 
 Without `@rank=R` an item is for every rank, without `@epoch=E` for every life of it.
 """
@@ -27,9 +28,8 @@ StepFault = Literal["die", "raise", "stall"]
 
 _STEP_ACTIONS: dict[str, StepFault] = {"die_at_step": "die", "raise_at_step": "raise", "stall_at_step": "stall"}
 _ITEM = re.compile(r"(?P<action>\w+)=(?P<number>\d+)(?P<scope>(@\w+=\d+)*)")
-_GRAMMAR = "ACTION=N[@rank=R][@epoch=E] items separated by ';', ACTION one of " + ", ".join(
-    (*_STEP_ACTIONS, "fail_request_at_token")
-)
+_TOKEN_ACTIONS = ("fail_request_at_token", "lose_logprobs_at_token")
+_GRAMMAR = "ACTION=N[@rank=R][@epoch=E] items separated by ';', ACTION one of " + ", ".join((*_STEP_ACTIONS, *_TOKEN_ACTIONS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,13 @@ class FaultScript:
 
     steps: dict[int, StepFault]
     failing_tokens: frozenset[int]  # numbers of output tokens, from 1
+    tokens_without_logprobs: frozenset[int] = frozenset()
 
     @classmethod
     def parse(cls, text: str, rank_id: RankId) -> FaultScript:
         """The part of a script that is meant for `rank_id`. Raises `ConfigError` for anything outside the grammar."""
         steps: dict[int, StepFault] = {}
-        failing_tokens: set[int] = set()
+        tokens: dict[str, set[int]] = {action: set() for action in _TOKEN_ACTIONS}
         for item in filter(None, (part.strip() for part in text.split(";"))):
             action, number, scope = _parse_item(item)
             if scope.get("rank", rank_id.rank) != rank_id.rank or scope.get("epoch", rank_id.epoch) != rank_id.epoch:
@@ -51,8 +52,8 @@ class FaultScript:
             if action in _STEP_ACTIONS:
                 steps.setdefault(number, _STEP_ACTIONS[action])
             else:
-                failing_tokens.add(number)
-        return cls(steps, frozenset(failing_tokens))
+                tokens[action].add(number)
+        return cls(steps, *(frozenset(tokens[action]) for action in _TOKEN_ACTIONS))
 
 
 def _parse_item(item: str) -> tuple[str, int, dict[str, int]]:
@@ -61,8 +62,8 @@ def _parse_item(item: str) -> tuple[str, int, dict[str, int]]:
         raise ConfigError(f"--simulated fault takes {_GRAMMAR}; got {item!r}")
     action, number = match["action"], int(match["number"])
     scope = {key: int(value) for key, value in (pair.split("=") for pair in match["scope"].split("@")[1:])}
-    if (action not in _STEP_ACTIONS and action != "fail_request_at_token") or scope.keys() - {"rank", "epoch"}:
+    if action not in (*_STEP_ACTIONS, *_TOKEN_ACTIONS) or scope.keys() - {"rank", "epoch"}:
         raise ConfigError(f"--simulated fault takes {_GRAMMAR}; got {item!r}")
-    if action == "fail_request_at_token" and number == 0:
+    if action in _TOKEN_ACTIONS and number == 0:
         raise ConfigError(f"--simulated fault: tokens are counted from 1; got {item!r}")
     return action, number, scope

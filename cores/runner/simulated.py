@@ -82,7 +82,7 @@ class SimulatedModelRunner:
         sampling = [scheduled.request for scheduled in batch.scheduled if scheduled.samples]
         output = ModelRunnerOutput([self._next_token(request) for request in sampling])
         for i, request in enumerate(sampling):
-            if request.sampling_params.logprobs is not None:
+            if request.sampling_params.logprobs is not None and not self._loses_logprobs(request):
                 output.logprobs[i] = _certain(output.token_ids[i], request.sampling_params.logprobs)
             if request.pooling_params is not None:
                 output.vectors[i] = self._vector(request)
@@ -165,6 +165,9 @@ class SimulatedModelRunner:
     def _failures(self, sampling: list[Request]) -> dict[int, str]:
         numbers = ((i, request.num_output_tokens + 1) for i, request in enumerate(sampling))
         return {i: f"simulated fault at token {n}" for i, n in numbers if n in self._faults.failing_tokens}
+
+    def _loses_logprobs(self, request: Request) -> bool:
+        return request.num_output_tokens + 1 in self._faults.tokens_without_logprobs
 
     def _suffer(self, fault: StepFault | None) -> None:
         if fault == "die":

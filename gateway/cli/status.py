@@ -75,10 +75,15 @@ def print_json(readings: list[Reading]) -> None:
         print(json.dumps(readings[0].document, indent=2))
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would end the program with 1, which here says that a rank is not well
+
+
 def _console() -> Console:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a cause of death may hold any character, a terminal not
-    return Console()
+    return _Console()
 
 
 def base_url(text: str) -> str:

@@ -151,8 +151,8 @@ class RankSupervisor:
         if life is None or life.rank_id != message.rank_id:
             return  # of a life that is over
         match message:
-            case EngineStarting(text=text):
-                logger.info("%s: %s", message.rank_id, text)
+            case EngineStarting(text=text, pid=pid):
+                logger.info("%s, pid %d: %s", message.rank_id, pid, text)
             case EngineReady(device=device):
                 logger.info("%s is ready on %s", message.rank_id, device)
                 life.ready.set()

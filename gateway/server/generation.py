@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from cores.sampling_params import SamplingParams
-from gateway.engine_client import EngineClient
+from gateway.engine_client import EngineClient, TokenizedPrompt
 from gateway.errors import InvalidRequestError
 from gateway.outputs import RequestOutput
 from gateway.server.edge import PLAIN_ID, is_plain_id
-from gateway.server.prompts import TokenizedPrompt
 
 TRACE_HEADERS = ("traceparent", "tracestate")
 

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from gateway.engine_client import EngineClient
+from gateway.engine_client import EngineClient, TokenizedPrompt
 from gateway.errors import InvalidRequestError
 from gateway.renderer import Renderer
 from gateway.server.schema import ChatCompletionRequest, CompletionRequest, TokenizeRequest
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizedPrompt:
-    token_ids: Sequence[int]
-    text: str | None  # None: it came as token ids
-
 
 MAX_SEQUENCES = 2048  # of one request: a body of 60 kB can ask for a million, and none of them could be refused one by one
 

@@ -57,9 +57,12 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[round(share * (len(ordered) - 1))] if ordered else float("nan")
 
 
-def closed_loop(port: int, path: str, bodies: list[dict[str, Any]], concurrency: int) -> LoadResult:
-    """Sends all bodies. Raises `LoadError` if any request fails."""
-    orders = {"port": port, "path": path, "bodies": [json.dumps(body) for body in bodies], "concurrency": concurrency}
+def closed_loop(port: int, path: str, bodies: list[dict[str, Any]], concurrency: int, headers: str = "") -> LoadResult:
+    """Sends all bodies, with these further headers. Raises `LoadError` if any request fails."""
+    orders = {
+        "port": port, "path": path, "bodies": [json.dumps(body) for body in bodies], "concurrency": concurrency,
+        "headers": headers,
+    }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", __name__], input=json.dumps(orders), capture_output=True, text=True, check=False
     )
@@ -160,8 +163,8 @@ class Load:
             self.done.set_exception(LoadError(cause))
 
 
-async def run(port: int, path: str, bodies: list[str], concurrency: int) -> LoadResult:
-    load = Load([http_request(port, path, body.encode()) for body in bodies])
+async def run(port: int, path: str, bodies: list[str], concurrency: int, headers: str = "") -> LoadResult:
+    load = Load([http_request(port, path, body.encode(), headers) for body in bodies])
     cpu_s, start_s = time.process_time(), time.monotonic()
     loop = asyncio.get_running_loop()
     for _ in range(min(concurrency, len(bodies))):
@@ -176,8 +179,9 @@ async def run(port: int, path: str, bodies: list[str], concurrency: int) -> Load
     return load.result
 
 
-def http_request(port: int, path: str, body: bytes) -> bytes:
+def http_request(port: int, path: str, body: bytes, headers: str = "") -> bytes:
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head += f"\r\n{headers}" if headers else ""
     return head.encode() + b"\r\n\r\n" + body
 
 

@@ -40,12 +40,16 @@ class TestRayActorLauncher(RankLauncherContract):
         yield launcher
         await launcher.close()
 
-    async def test_rank_gets_its_share_of_the_cores(self, launcher: RankLauncher, place: Workplace) -> None:
+    async def test_rank_gets_its_share_of_the_cores_and_nothing_of_the_launchers_environment(
+        self, launcher: RankLauncher, place: Workplace, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("OF_THE_LAUNCHER_ALONE", "1")
         handle = await launcher.start(place.launch())
         await place.until(EngineReady)
         environment = psutil.Process(handle.pid).environ()
         assert environment["OMP_NUM_THREADS"] == "2"
         assert environment["OMP_WAIT_POLICY"] == "passive"
+        assert "OF_THE_LAUNCHER_ALONE" not in environment
 
 
 @pytest.fixture

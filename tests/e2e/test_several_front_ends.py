@@ -69,16 +69,35 @@ async def test_a_killed_front_end_costs_its_own_connections_only_and_no_counter_
     assert server.rank(0)["restarts"] == 0
 
 
-async def test_a_stopped_front_end_stops_neither_the_other_nor_a_rank(serve: Serve, simulated: list[str], poll: Poll) -> None:
-    server = serve(*simulated, "-dp", "2", "--api-server-count", "2")
-    stopped = server.status()["front_ends"][0]["pid"]
+async def test_a_stopped_front_end_stops_neither_the_others_streams_nor_a_rank(
+    serve: Serve, simulated: list[str], poll: Poll
+) -> None:
+    server = serve(*simulated, "step_ms=5", "-dp", "2", "--api-server-count", "2")
+    streams = [asyncio.create_task(ask(server.url, max_tokens=800)) for _ in range(16)]
+
+    def in_flight() -> dict[int, int]:
+        return {f["index"]: f["in_flight"] for f in server.status()["front_ends"]}
+
+    def both_have_some_of_all() -> Any:
+        counts = in_flight()
+        return counts if sum(counts.values()) == 16 and min(counts.values()) > 0 else None
+
+    counts = await asyncio.to_thread(poll, both_have_some_of_all, "both front ends have streams")
+    stopped = next(f for f in server.status()["front_ends"] if f["index"] == 0)["pid"]
     os.kill(stopped, signal.SIGSTOP)
     try:
-        # A connection that the kernel had given to the stopped one may wait; every other is served.
-        answers = await asyncio.gather(*(asyncio.wait_for(ask(server.url, max_tokens=200), 30) for _ in range(10)))
+        # The other's go on to their end.
+        while sum(stream.done() for stream in streams) < counts[1]:
+            await asyncio.wait_for(asyncio.wait([s for s in streams if not s.done()], return_when=asyncio.FIRST_COMPLETED), 60)
+        # A connection that the kernel had given to the stopped one may wait; every other is served, by both ranks.
+        answers = await asyncio.gather(*(asyncio.wait_for(ask(server.url, max_tokens=200), 60) for _ in range(10)))
         assert [answer for status, answer in answers if status != 200] == []
     finally:
         os.kill(stopped, signal.SIGCONT)
+    # What ranks had for the stopped one was kept: its streams are whole, too.
+    ends = await asyncio.wait_for(asyncio.gather(*streams), 60)
+    assert [answer["usage"]["completion_tokens"] for _, answer in ends] == [800] * 16
+    assert [(rank["state"], rank["restarts"]) for rank in server.status()["ranks"]] == [("ready", 0)] * 2
 
 
 async def test_an_abort_by_id_reaches_every_front_end_and_so_does_the_load(
@@ -98,9 +117,9 @@ async def test_an_abort_by_id_reaches_every_front_end_and_so_does_the_load(
     asked = [asyncio.create_task(ask_with_id()) for _ in range(8)]
     await asyncio.to_thread(poll, lambda: server.get("/load").json() == {"server_load": 8}, "all are under way")
     front_ends = {f["index"]: f["in_flight"] for f in server.status()["front_ends"]}
-    async with aiohttp.ClientSession() as session:
-        async with session.post(f"{server.url}/abort_requests", json={"request_ids": ["mine"]}) as response:
-            assert response.status == 200
+    body = {"request_ids": ["mine"]}
+    async with aiohttp.ClientSession() as session, session.post(f"{server.url}/abort_requests", json=body) as response:
+        assert response.status == 200
     assert await asyncio.wait_for(asyncio.gather(*asked), 30) == ["abort"] * 8, front_ends
     await asyncio.to_thread(poll, lambda: server.get("/load").json() == {"server_load": 0}, "nothing is under way")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.marked_run import MarkedRun, marked_run
+
+KILLED_START_S = 20.0  # from the kill to the end of everything, as promised
 
 
 class FailingServe:
@@ -88,6 +93,20 @@ def test_rank_that_is_killed_while_loading_ends_the_start(failing: FailingServe,
     assert code == 1
     assert "rank 1 did not start: process " in lines[-1]
     assert lines[-1].endswith("was killed by signal 9 (SIGKILL)")
+
+
+def test_kill_9_while_rank_1_of_2_loads_ends_the_start_with_its_cause_and_leaves_nothing(
+    failing: FailingServe, simulated: list[str]
+) -> None:
+    serve = failing.marked.start(*simulated, "fault=stall_at_step=0", "-dp", "2", "--port", "0")
+    failing.marked.until_log_has("rank 1 (epoch 1), pid ")
+    found = re.search(r"rank 1 \(epoch 1\), pid (\d+): loading", failing.marked.log())
+    assert found is not None
+    os.kill(int(found[1]), signal.SIGKILL)
+    assert serve.wait(10 * KILLED_START_S) == 1
+    last_line = failing.marked.log().splitlines()[-1]
+    assert f"rank 1 did not start: process {found[1]} was killed by signal 9 (SIGKILL)" in last_line
+    assert failing.marked.processes() == []
 
 
 def test_rank_that_loads_for_ever_ends_the_start_when_its_time_is_over(failing: FailingServe, tiny_model: str) -> None:

@@ -143,6 +143,18 @@ async def test_collective_rpc_carries_its_arguments_and_its_time() -> None:
     assert (ranks.calls, ranks.timeouts) == ([("collective_rpc", "f", [1], {"k": 2})], [2.5])
 
 
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("init_weight_transfer_engine", ({},)), ("start_weight_update", ()), ("finish_weight_update", ()),
+        ("scale_elastic_ep", (3,)),
+    ],
+)  # fmt: skip
+async def test_what_no_engine_can_do_is_refused_by_name(name: str, args: tuple[Any, ...]) -> None:
+    with pytest.raises(NotImplementedError, match=name):
+        await getattr(Ranks(), name)(*args)
+
+
 async def test_log_stats_is_a_line_per_rank(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     await Ranks(get_stats={0: {"state": "ready"}, 3: {"state": "paused"}}).do_log_stats()

@@ -283,6 +283,29 @@ def test_an_engine_that_owes_logprobs_fails_the_request(processor: OutputProcess
     assert "rank 5" in str(sink.error)
 
 
+def test_a_bug_that_one_row_meets_costs_one_request_and_no_other(processor: OutputProcessor) -> None:
+    sinks = [add_request(processor, handle) for handle in range(1, 17)]
+    several = add_request(processor, 20, n=3)
+    rows = [(handle, tokens("a")) for handle in (*range(1, 17), 20, 21, 22)]
+    feed(processor, outputs(rows))
+
+    def broken(token_id: int) -> Any:
+        raise ZeroDivisionError("a bug")
+
+    processor._states[5].push_one = broken
+    processor._states[21].push_one = broken
+    (done,) = processor.process(outputs(rows), 128, 2.0)
+    assert sorted(done.abort_handles) == [5, 20, 21, 22]
+    assert done.finished_handles == []
+    for failed in (sinks[4], several):
+        assert isinstance(failed.error, EngineGenerateError)
+        assert "ZeroDivisionError: a bug" in str(failed.error)
+    assert [sink.text() for i, sink in enumerate(sinks) if i != 4] == ["aa"] * 15
+    assert (processor.num_unfinished, processor.counters.failed) == (15, 2)
+    feed(processor, outputs([(handle, tokens("b")) for handle in range(1, 17)]))
+    assert [sink.text() for i, sink in enumerate(sinks) if i != 4] == ["aab"] * 15
+
+
 # --- several sequences ------------------------------------------------------------------------------------------------
 
 
@@ -290,7 +313,7 @@ def test_children_stream_under_their_index_and_the_last_end_finishes(processor: 
     sink = add_request(processor, 1, n=2)
     feed(processor, outputs([(1, tokens("a")), (2, tokens("b"))]))
     feed(processor, outputs([(1, tokens("c")), (2, tokens("d"))], finished={1: LENGTH}))
-    assert processor.num_unfinished == 1
+    assert processor.handles_of("request-1") == [1]
     feed(processor, outputs([(1, tokens("e"))], finished={0: LENGTH}))
     assert (sink.text(0), sink.text(1)) == ("ace", "bd")
     assert [output.finished for output in sink.outputs] == [False] * 4 + [True]
@@ -407,6 +430,7 @@ def test_an_id_can_be_used_again_after_abort(processor: OutputProcessor) -> None
 
 def test_unknown_ids_and_handles_are_no_ops(processor: OutputProcessor) -> None:
     assert processor.abort("nobody") == []
+    assert processor.handles_of("nobody") == []
     processor.remove([5])
     assert processor.fail([5], EngineDeadError("dead")) == []
 
@@ -512,6 +536,27 @@ def test_every_end_is_counted_and_reported_once(end: str) -> None:
     assert (counters.finished, counters.aborted, counters.failed) == (end == "length", end == "abort", end == "error")
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "first_s", "last_s", "queued_s"), [(0, None, None, 0.0), (1, 20.0, 20.0, 0.25), (3, 20.0, 22.0, 0.25)]
+)
+def test_an_abort_is_reported_with_what_its_request_had_come_to(
+    num_tokens: int, first_s: float | None, last_s: float | None, queued_s: float
+) -> None:
+    """Queued or in prefill, with its first token, or in decode."""
+    finished: list[FinishedRequest] = []
+    processor = OutputProcessor(TOKENIZER, on_finished=finished.append)
+    add_request(processor, 1)
+    for i in range(num_tokens):
+        first = {} if i else {0: FirstToken(2, 0.25)}
+        feed(processor, outputs([(1, tokens("a"))], first_tokens=first), now=20.0 + i)
+    processor.abort("request")
+    feed(processor, outputs([(1, tokens("a"))]), now=30.0)  # its engine had not heard yet
+    (request,) = finished
+    assert (request.finish_reason, request.first_token_s, request.last_token_s) == ("abort", first_s, last_s)
+    assert (request.queued_s, request.num_generation_tokens) == (queued_s, num_tokens)
+    assert processor.counters.prompt_tokens == (len(PROMPT) if num_tokens else 0)  # counted once, at the first token
+
+
 def test_token_times_are_per_sequence_and_reported_by_slice() -> None:
     slices: list[TokenTimes] = []
     processor = OutputProcessor(TOKENIZER, on_tokens=slices.append)
@@ -581,7 +626,7 @@ def test_every_request_has_exactly_one_end_or_was_removed(steps: list[tuple[Any,
             case ("remove", k):
                 if k in in_engine:
                     removed.add(in_engine[k])
-                    forget([handle for handle, first in in_engine.items() if first == in_engine[k]])
+                    forget(processor.handles_of(f"i{in_engine[k]}"))
                     processor.remove([k])
         processor.check_invariants()
         assert processor.num_unfinished == len(in_engine), "engines and front end disagree"

@@ -36,8 +36,9 @@ async def start(model: Path) -> AsyncIterator[Start]:
             **parts: Any,
         ) -> AsyncLLM:
             simulated = SimulatedConfig(step_ms=step_ms, fault=fault)
+            engine = {"model": str(model), "engine": "simulated", "simulated": simulated} | (engine_settings or {})
             config = GatewayConfig(
-                engine=EngineConfig(model=str(model), engine="simulated", simulated=simulated, **engine_settings or {}),
+                engine=EngineConfig(**engine),
                 parallel=ParallelConfig(data_parallel_size=num_ranks, data_parallel_backend="mp"),
                 fault=fault_tolerance or FaultConfig(engine_restarts=0),
                 **parts,

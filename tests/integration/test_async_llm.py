@@ -7,15 +7,26 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gateway.config import AdmissionConfig, FaultConfig
+from cores.runner.testing import make_tiny_llama
+from gateway.config import AdmissionConfig, FaultConfig, ObservabilityConfig
 from gateway.errors import EngineDeadError, EngineGenerateError, InvalidRequestError, OverloadedError
 from gateway.outputs import RequestOutput
 from gateway.sampling_params import RequestOutputKind
 from tests.integration.llm_harness import DEADLINE_S, DELTA, FINAL_ONLY, Start, collect, is_idle, params, until
+
+
+def ids_of(outputs: list[RequestOutput]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.outputs[0].token_ids]
+
+
+@pytest.fixture(scope="module")
+def torch_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.mark.parametrize("kind", [DELTA, FINAL_ONLY])
@@ -144,6 +155,59 @@ async def test_a_failed_request_fails_alone(start: Start) -> None:
     with pytest.raises(EngineGenerateError):
         await collect(llm, "x", params(10))
     assert (await collect(llm, "x", params(3)))[-1].finished
+
+
+@pytest.mark.parametrize("engine", ["simulated", "torch"])
+async def test_a_bug_in_output_processing_costs_one_request_of_sixteen(start: Start, engine: str, torch_model: Path) -> None:
+    settings = {"max_num_seqs": 16} | (
+        {} if engine == "simulated" else {"model": str(torch_model), "device": "cpu", "dtype": "float32", "num_kv_blocks": 512}
+    )
+    llm = await start(1, step_ms=3, engine_settings={"engine": engine} | settings)
+
+    def start_all() -> list[asyncio.Task[list[RequestOutput]]]:
+        return [asyncio.create_task(collect(llm, f"prompt {i}", params(24, output_kind=DELTA), str(i))) for i in range(16)]
+
+    undisturbed = [ids_of(outputs) for outputs in await asyncio.gather(*start_all())]
+    readers = start_all()
+    states = llm.output_processor._states
+    await until(lambda: len(states) == 16 and all(len(s.accepted) > 3 for s in states.values()), "all have begun")
+
+    def broken(token_id: int) -> Any:
+        raise ZeroDivisionError("a bug")
+
+    next(state for state in states.values() if state.stream.external_id == "5").push_one = broken
+    ends = await asyncio.wait_for(asyncio.gather(*readers, return_exceptions=True), DEADLINE_S)
+    failed = ends.pop(5)
+    assert isinstance(failed, EngineGenerateError)
+    assert "ZeroDivisionError: a bug" in str(failed)
+    assert [ids_of(end) for end in ends if isinstance(end, list)] == undisturbed[:5] + undisturbed[6:]
+    await llm.check_health()
+
+
+async def test_plugged_in_stat_loggers_hear_of_requests_although_statistics_are_off_and_one_that_fails_hurts_nobody(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    package = tmp_path / "somebodys-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: somebodys\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text(
+        "[gateway.stat_loggers]\n"
+        "faulty = tests.gateway.stat_logger_plugin:Faulty\n"
+        "gone = tests.gateway.stat_logger_plugin:Gone\n"
+        "counter = tests.gateway.stat_logger_plugin:Counter\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    heard = tmp_path / "heard"
+    monkeypatch.setenv("STAT_LOGGER_PLUGIN_FILE", str(heard))
+    llm = await start(1, observability=ObservabilityConfig(disable_log_stats=True))
+    assert llm.stats.names == ["faulty", "counter"]
+    headers = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
+    outputs = [output async for output in llm.generate("one", params(7), "mine", trace_headers=headers)]
+    assert outputs[-1].finished
+    assert heard.read_text() == f"0 mine length 7 {headers['traceparent']}\n"
+    lines = [record.getMessage() for record in caplog.records]
+    assert any("stat logger 'gone'" in line for line in lines)
+    assert any("stat logger 'faulty' failed" in line for line in lines)
 
 
 async def test_without_failover_a_killed_rank_fails_its_requests_after_their_last_token_and_no_others(start: Start) -> None:

@@ -6,11 +6,11 @@ import time
 
 from aiohttp import web
 
-from gateway.engine_client import EngineClient
+from gateway.engine_client import EngineClient, TokenizedPrompt
 from gateway.server.answers import COMPLETION, Answer
 from gateway.server.body import read_body
 from gateway.server.generation import Routing, generate
-from gateway.server.prompts import TokenizedPrompt, check_num_sequences, completion_prompts, split_prompts
+from gateway.server.prompts import check_num_sequences, completion_prompts, split_prompts
 from gateway.server.responding import respond
 from gateway.server.sampling import to_sampling_params
 from gateway.server.schema import BodyDecoder, CompletionRequest

@@ -12,13 +12,13 @@ from typing import Any
 from aiohttp import web
 
 from cores.pooling_params import PoolingParams
-from gateway.engine_client import EngineClient
+from gateway.engine_client import EngineClient, TokenizedPrompt
 from gateway.errors import InvalidRequestError
 from gateway.outputs import PoolingRequestOutput
 from gateway.server.body import read_body
 from gateway.server.generation import Routing
 from gateway.server.json_response import json_response
-from gateway.server.prompts import TokenizedPrompt, split_prompts, tokenized_prompts
+from gateway.server.prompts import split_prompts, tokenized_prompts
 from gateway.server.responding import RANK_HEADER
 from gateway.server.schema import BodyDecoder, EmbeddingRequest
 from gateway.server.state import REQUEST_ID, STATE

@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -70,7 +71,7 @@ class FakeEngine:
 class FakeGroup:
     """Everything around one core client of `num_ranks` ranks, whose clock stands still."""
 
-    def __init__(self, directory: Path, num_ranks: int = 2) -> None:
+    def __init__(self, directory: Path, num_ranks: int = 2, **parts: Any) -> None:
         self.clock = ManualClock(1000.0)
         self.said: list[Message] = []  # to the launcher
         self.engines: dict[int, FakeEngine] = {}  # the present lives, by rank
@@ -79,9 +80,10 @@ class FakeGroup:
         self._control = ControlSocket(f"ipc://{directory / 'control'}", lambda _, message: self.said.append(message))
         self._control.start()
         self._context = zmq.asyncio.Context()
-        config = GatewayConfig(engine=EngineConfig(model="m"), parallel=ParallelConfig(data_parallel_size=num_ranks))
+        parallel = ParallelConfig(data_parallel_size=num_ranks)
+        self.config = GatewayConfig(engine=EngineConfig(model="m"), parallel=parallel, **parts)
         place = FrontEndPlace(run_directory=str(directory), control_address=self._control.address)
-        self.client: AsyncMPClient = core_client_class(config)(config, place, self.clock)
+        self.client: AsyncMPClient = core_client_class(self.config)(self.config, place, self.clock)
         self._last_handle = 0
 
     async def start(self) -> None:

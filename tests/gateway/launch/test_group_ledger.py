@@ -130,13 +130,16 @@ def test_nobody_is_restarted_once_the_group_is_retired(group: Group) -> None:
     assert group.ledger.on_death(second, "", now=0.0) == GivenUp(is_last=True)
 
 
-def test_every_change_has_a_new_sequence_number(group: Group) -> None:
-    seqs = [group.ledger.snapshot().seq]
-    first = group.ledger.begin(0)
-    seqs.append(group.ledger.snapshot().seq)
-    group.ledger.on_process(first, 42)
-    seqs.append(group.ledger.snapshot().seq)
-    group.ledger.on_ready(first)
-    seqs.append(group.ledger.snapshot().seq)
-    assert seqs == sorted(set(seqs))
-    assert group.ledger.snapshot().ranks[0].pid == 42
+def test_the_process_of_a_life_is_shown(group: Group) -> None:
+    group.ledger.on_process(group.ledger.begin(0), 42)
+    assert [record.pid for record in group.ledger.snapshot().ranks] == [42, None]
+
+
+def test_a_rank_that_is_given_up_stays_dead_whatever_its_state(group: Group) -> None:
+    group.bring_up()
+    group.ledger.give_up(1, "nobody can watch it")
+    row = group.ledger.snapshot().ranks[1]
+    assert (row.state, row.cause, row.restart_pending) == ("dead", "nobody can watch it", False)
+    assert group.ledger.failed is None
+    group.ledger.give_up(0, "nor this one")
+    assert group.ledger.failed == "no rank is left; rank 0 was the last to die: nor this one"

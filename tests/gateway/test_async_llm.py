@@ -1,0 +1,346 @@
+"""The engine client over engines that say exactly what the test wants: order, ends, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cores.codec import Message, encode
+from cores.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineCoreDead,
+    EngineCoreOutputs,
+    Finished,
+    FinishReason,
+    RankId,
+    RankLoad,
+    RankRecord,
+)
+from cores.sampling_params import RequestOutputKind, SamplingParams
+from cores.testing import make_tiny_model_dir
+from gateway.async_llm import AsyncLLM
+from gateway.config import FaultConfig
+from gateway.engine_client import ModelConfig, TokenizedPrompt
+from gateway.errors import EngineDeadError, InvalidRequestError
+from gateway.output_processor import FinishedRequest
+from gateway.outputs import RequestOutput
+from gateway.renderer import Renderer
+from gateway.stat_loggers import StatLogger
+from tests.gateway.core_client.fake_group import DEADLINE_S, FakeGroup
+
+ZERO, ONE = RankId(0, 1), RankId(1, 1)
+PROMPT = [5, 6, 7]
+NO_FAILOVER = FaultConfig(failover=False, engine_restarts=0)
+
+
+class Stage:
+    """An `AsyncLLM` over a fake group."""
+
+    def __init__(self, group: FakeGroup, model: Path) -> None:
+        self.group = group
+        self.outputs: list[RequestOutput] = []  # of all readers
+        renderer = Renderer.from_directory(model)
+        model_config = ModelConfig.of(group.config, group.client.ready_messages)
+        self.llm = AsyncLLM(group.config, model_config, renderer, group.client, clock=group.clock)
+        self.llm.output_handler.start()
+
+    def read(self, prompt: Any = PROMPT, request_id: str = "mine", **options: Any) -> asyncio.Task[list[RequestOutput]]:
+        """Reads a stream to its end, in a task."""
+        n = options.pop("n", 1)
+        params = SamplingParams(max_tokens=50, seed=1, n=n, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+
+        async def run() -> list[RequestOutput]:
+            got = []
+            async for output in self.llm.generate(prompt, params, request_id, **options):
+                got.append(output)
+                self.outputs.append(output)
+            return got
+
+        return asyncio.create_task(run())
+
+    async def add_of(self, rank: int) -> AddRequest:
+        """The next command that a rank gets, which is to be a request."""
+        command = await self.group.engines[rank].command()
+        assert isinstance(command, AddRequest), command
+        return command
+
+    def deliver(self, *messages: Message) -> None:
+        """As one poll of the output socket brings them: the loop gets no turn in between."""
+        for message in messages:
+            self.group.client._on_output_socket([encode(message)])
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        await self.group.until(condition)
+
+    def check_empty(self) -> None:
+        assert self.llm.output_processor.num_unfinished == 0
+        assert self.llm.failover.num_waiting == 0
+        assert self.group.client.ledger.num_in_flight == 0
+        self.llm.output_processor.check_invariants()
+        self.group.client.ledger.check_invariants()
+
+
+def tokens_of(rank_id: RankId, step: int, *handles: int, finished: bool = False) -> EngineCoreOutputs:
+    """One token for each."""
+    return EngineCoreOutputs(
+        rank_id=rank_id, step=step, command_seq=0, load=RankLoad(), handles=array("I", handles),
+        token_ids=array("I", [70 + step] * len(handles)),
+        finished={row: Finished(FinishReason.LENGTH) for row in range(len(handles))} if finished else {},
+    )  # fmt: skip
+
+
+def ids_of(outputs: list[RequestOutput]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.outputs[0].token_ids]
+
+
+async def finish(task: asyncio.Task[Any]) -> Any:
+    async with asyncio.timeout(DEADLINE_S):
+        return await task
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model_dir(tmp_path_factory.mktemp("models") / "tiny")
+
+
+SetStage = Callable[..., Awaitable[Stage]]
+
+
+@pytest.fixture
+async def set_stage(model: Path) -> AsyncIterator[SetStage]:
+    async with AsyncExitStack() as stack:
+
+        async def make(num_ranks: int = 2, **parts: Any) -> Stage:
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="gw-", dir="/tmp"))  # a socket's path is short
+            group = FakeGroup(Path(directory), num_ranks, **parts)
+            stack.push_async_callback(group.close)
+            await group.start()
+            stage = Stage(group, model)
+            stack.push_async_callback(stage.llm.shutdown)
+            stack.callback(stage.check_empty)
+            return stage
+
+        yield make
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+async def test_tokens_and_a_death_of_one_poll_reach_the_reader_as_tokens_first_then_the_error(set_stage: SetStage) -> None:
+    stage = await set_stage(fault=NO_FAILOVER)
+    reader = stage.read(data_parallel_rank=0)
+    handle = (await stage.add_of(0)).request.handle
+    stage.deliver(*(tokens_of(ZERO, step, handle) for step in range(5)), EngineCoreDead(ZERO, "out of memory"))
+    with pytest.raises(EngineDeadError, match="out of memory"):
+        await finish(reader)
+    assert ids_of(stage.outputs) == [70, 71, 72, 73, 74]
+
+
+async def test_a_request_that_finished_before_its_ranks_death_has_finished(set_stage: SetStage) -> None:
+    stage = await set_stage(fault=NO_FAILOVER)
+    reader = stage.read(data_parallel_rank=1)
+    handle = (await stage.add_of(1)).request.handle
+    stage.deliver(tokens_of(ONE, 0, handle, finished=True), EngineCoreDead(ONE, "gone"))
+    outputs = await finish(reader)
+    assert outputs[-1].outputs[0].finish_reason == "length"
+
+
+async def test_the_loop_gets_a_turn_after_every_batch_however_many_wait(set_stage: SetStage) -> None:
+    stage = await set_stage(1)
+    reader = stage.read()
+    handle = (await stage.add_of(0)).request.handle
+    stage.deliver(*(tokens_of(ZERO, step, handle, finished=step == 9) for step in range(10)))
+    # Without a turn in between, the reader would find one output in which all had merged.
+    assert [ids_of([output]) for output in await finish(reader)] == [[70 + step] for step in range(10)]
+
+
+# --- sending ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_request_that_cannot_be_sent_leaves_nothing(set_stage: SetStage, n: int) -> None:
+    stage = await set_stage(1, fault=NO_FAILOVER)
+    stage.group.engines[0].hang_up()
+
+    async def is_refused() -> bool:
+        reader = stage.read(n=n)
+        await asyncio.wait({reader}, timeout=0.05)  # until the socket has noticed, one more is sent into the void
+        if reader.done() and isinstance(reader.exception(), EngineDeadError):
+            return True
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+        return False
+
+    async with asyncio.timeout(DEADLINE_S):
+        while not await is_refused():
+            pass
+    stage.check_empty()
+    assert stage.llm.status().totals.failed == 0  # it was never accepted
+
+
+async def test_a_reader_that_leaves_while_its_prompt_is_tokenized_leaves_nothing(set_stage: SetStage) -> None:
+    stage = await set_stage(1)
+    begun, never = asyncio.Event(), asyncio.Event()
+
+    async def encode_async(text: str, add_special_tokens: bool) -> list[int]:
+        begun.set()
+        await never.wait()
+        return []
+
+    stage.llm.renderer.encode_async = encode_async  # type: ignore[method-assign]
+    reader = stage.read("a long prompt")
+    await begun.wait()
+    reader.cancel()
+    await asyncio.gather(reader, return_exceptions=True)
+    stage.check_empty()
+    assert stage.llm.status().totals.requests == 0
+    later = stage.read(PROMPT, "later")
+    assert (await stage.add_of(0)).request.request_id.startswith("later-")
+    await stage.llm.abort("later")
+    await finish(later)
+
+
+# --- abort ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_explicit", [True, False])
+async def test_abort_while_a_request_waits_for_its_ranks_next_life(set_stage: SetStage, is_explicit: bool) -> None:
+    stage = await set_stage(1, fault=FaultConfig(engine_restarts=1))
+    reader = stage.read()
+    handle = (await stage.add_of(0)).request.handle
+    stage.deliver(tokens_of(ZERO, 0, handle), EngineCoreDead(ZERO, "killed"))
+    await stage.until(lambda: stage.llm.failover.num_waiting == 1)
+    if is_explicit:
+        await stage.llm.abort("mine")
+        outputs = await finish(reader)
+        assert (ids_of(outputs), outputs[-1].outputs[0].finish_reason) == ([70], "abort")
+    else:
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+    stage.check_empty()
+    stage.group.tell_state(RankRecord(0, 2, "restarting", "killed", 1))
+    await stage.until(lambda: stage.group.state(0) == "restarting")
+    await stage.group.begin_life(RankId(0, 2))
+    await stage.until(lambda: stage.group.state(0) == "ready")
+    later = stage.read(PROMPT, "later")
+    assert (await stage.add_of(0)).request.request_id.startswith("later-")  # and not the aborted one
+    await stage.llm.abort("later")
+    await finish(later)
+
+
+async def test_abort_after_a_move_goes_to_the_rank_that_has_the_request_now(set_stage: SetStage) -> None:
+    stage = await set_stage(2)
+    reader = stage.read(data_parallel_rank=0)
+    first = await stage.add_of(0)
+    stage.deliver(tokens_of(ZERO, 0, first.request.handle), EngineCoreDead(ZERO, "killed"))
+    moved = await stage.add_of(1)
+    assert list(moved.request.prompt_token_ids) == [*PROMPT, 70]
+    await stage.llm.abort("mine")
+    assert await stage.group.engines[1].command() == AbortRequests(moved.seq + 1, (moved.request.handle,))
+    outputs = await finish(reader)
+    assert (ids_of(outputs), outputs[-1].outputs[0].finish_reason) == ([70], "abort")
+
+
+async def test_a_request_does_not_wait_for_a_restart_for_ever(set_stage: SetStage) -> None:
+    stage = await set_stage(1, fault=FaultConfig(engine_restarts=1, engine_ready_timeout=60.0))
+    reader = stage.read()
+    handle = (await stage.add_of(0)).request.handle
+    stage.deliver(tokens_of(ZERO, 0, handle), EngineCoreDead(ZERO, "killed"))
+    await stage.until(lambda: stage.llm.failover.num_waiting == 1)
+    stage.group.clock.sleep(61.0)
+    with pytest.raises(EngineDeadError, match="no rank took the request within 60 s"):
+        await finish(reader)
+    assert ids_of(stage.outputs) == [70]
+
+
+# --- arguments of generate() ------------------------------------------------------------------------------------------
+
+
+class Traces(StatLogger):
+    wants_traces = True
+
+    def __init__(self) -> None:
+        self.headers: list[Any] = []
+
+    def on_finished(self, request: FinishedRequest) -> None:
+        self.headers.append(request.trace_headers)
+
+
+async def aborted(stage: Stage, prompt: Any = PROMPT, **options: Any) -> AddRequest:
+    """What a rank gets of a request with these arguments."""
+    reader = stage.read(prompt, **options)
+    command = await stage.add_of(0)
+    await stage.llm.abort("mine")
+    await finish(reader)
+    assert isinstance(await stage.group.engines[0].command(), AbortRequests)
+    return command
+
+
+async def test_trace_headers_are_dropped_with_one_warning_or_reach_whoever_wants_them(
+    set_stage: SetStage, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = await set_stage(1)
+    headers = {"traceparent": "00-1-2-01"}
+    for _ in range(3):
+        await aborted(stage, trace_headers=headers)
+    warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert [r.getMessage() for r in warnings] == ["trace headers are dropped: no traces endpoint is configured"]
+    assert not await stage.llm.is_tracing_enabled()
+    traces = Traces()
+    stage.llm.stats.add("traces", traces)
+    assert await stage.llm.is_tracing_enabled()
+    await aborted(stage, trace_headers=headers)
+    assert traces.headers == [headers]
+
+
+async def test_what_has_no_effect_yet_is_said_once(set_stage: SetStage, caplog: pytest.LogCaptureFixture) -> None:
+    stage = await set_stage(1)
+    for _ in range(2):
+        await aborted(stage, kv_hints={"x": 1}, reasoning_ended=False, reasoning_parser_kwargs={"y": 2})
+    assert sorted(r.getMessage() for r in caplog.records if r.levelno == logging.WARNING) == [
+        "kv_hints has no effect yet", "reasoning_ended has no effect yet", "reasoning_parser_kwargs has no effect yet",
+    ]  # fmt: skip
+
+
+async def test_a_prompt_is_text_ids_or_what_a_renderer_made_of_it(set_stage: SetStage) -> None:
+    stage = await set_stage(1)
+    ids = stage.llm.renderer.tokenizer.encode("one two", False)
+    for prompt, text, options in (
+        ("one two", "one two", {}),
+        (ids, None, {}),
+        (ids, "1 2", {"prompt_text": "1 2"}),
+        (TokenizedPrompt(ids, "one two"), "one two", {}),
+    ):
+        command = await aborted(stage, prompt, **options)
+        assert list(command.request.prompt_token_ids) == ids
+        assert stage.outputs[-1].prompt == text
+
+
+async def test_special_tokens_are_added_to_a_text_unless_its_sender_has_written_them(set_stage: SetStage) -> None:
+    stage = await set_stage(1)
+    asked: list[bool] = []
+
+    async def encode_async(text: str, add_special_tokens: bool) -> list[int]:
+        asked.append(add_special_tokens)
+        return PROMPT
+
+    stage.llm.renderer.encode_async = encode_async  # type: ignore[method-assign]
+    for kwargs in (None, {}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+        await aborted(stage, "one two", tokenization_kwargs=kwargs)
+    assert asked == [True, True, True, False]
+
+
+@pytest.mark.parametrize("kwargs", [{"truncation": True}, {"add_special_tokens": "yes"}])
+async def test_a_tokenization_argument_that_nobody_knows_is_refused(set_stage: SetStage, kwargs: dict[str, Any]) -> None:
+    stage = await set_stage(1)
+    with pytest.raises(InvalidRequestError, match="tokenization_kwargs takes add_special_tokens"):
+        await finish(stage.read("one", tokenization_kwargs=kwargs))
