@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from cores.block_hash import BlockHash
+from cores.cache_watch import CacheChanges
 
 
 class BlockPool:
@@ -25,6 +26,7 @@ class BlockPool:
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._by_hash: dict[BlockHash, int] = {}
+        self.changes: CacheChanges | None = None  # where to note what can be found from now on and what no longer
 
     @property
     def num_free(self) -> int:
@@ -33,6 +35,9 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         return len(self._by_hash)
+
+    def cached_hashes(self) -> Iterable[BlockHash]:
+        return self._by_hash.keys()
 
     def find(self, block_hash: BlockHash) -> int | None:
         """The block that holds this content, held or free."""
@@ -75,18 +80,24 @@ class BlockPool:
         if self._hashes[block_id] is None and block_hash not in self._by_hash:
             self._hashes[block_id] = block_hash
             self._by_hash[block_hash] = block_id
+            if self.changes is not None:
+                self.changes.on_stored(block_hash)
 
     def forget_all(self) -> None:
         """No block can be found any more. Holders keep theirs."""
         for block_id in self._by_hash.values():
             self._hashes[block_id] = None
         self._by_hash.clear()
+        if self.changes is not None:
+            self.changes.on_cleared()
 
     def _forget(self, block_id: int) -> None:
         block_hash = self._hashes[block_id]
         if block_hash is not None:
             del self._by_hash[block_hash]
             self._hashes[block_id] = None
+            if self.changes is not None:
+                self.changes.on_evicted(block_hash)
 
     def check_invariants(self) -> None:
         assert len(self.ref_counts) == len(self._hashes) == self.num_blocks

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from cores.block_hash import BlockHash, hash_block
 from cores.block_pool import BlockPool
+from cores.cache_watch import CacheChanges
 from cores.request import Request
 
 
@@ -55,6 +56,10 @@ class KVCacheManager:
         request.num_cached_blocks = len(cached)
         request.cache_generation = self._generation
         return True
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """Of a waiting request: what `admit` would count as computed."""
+        return len(self._find_cached_prefix(request)) * self.block_size
 
     def num_blocks_to_admit(self, request: Request) -> int:
         """How many free blocks `admit` would take."""
@@ -106,6 +111,13 @@ class KVCacheManager:
         """Forgets everything cached. Running requests keep their blocks, which do not enter the new cache."""
         self._pool.forget_all()
         self._generation += 1
+
+    def record_changes(self, changes: CacheChanges | None) -> None:
+        """From now on notes there which blocks can be found and which no longer; None: notes nothing."""
+        self._pool.changes = changes
+
+    def cached_hashes(self) -> Iterable[BlockHash]:
+        return self._pool.cached_hashes()
 
     def _find_cached_prefix(self, request: Request) -> list[int]:
         """Blocks of the longest cached prefix that leaves at least one token to compute: its logits choose the next one."""

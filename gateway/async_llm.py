@@ -33,7 +33,7 @@ from gateway.config import GatewayConfig
 from gateway.core_client import AsyncMPClient, make_async_mp_client
 from gateway.core_client.base import EngineDied, EngineFailed, FrontEndPlace, RanksChanged, SentRequest
 from gateway.engine_client import EngineClient, ModelConfig, Prompt, PromptPieces
-from gateway.errors import EngineDeadError, GatewayError, InvalidRequestError, OverloadedError
+from gateway.errors import DeadlineExceededError, EngineDeadError, GatewayError, InvalidRequestError, OverloadedError
 from gateway.failover import Failover
 from gateway.grammar_checker import GrammarChecker
 from gateway.group_settings import GroupStore
@@ -56,6 +56,14 @@ from gateway.version import __version__
 logger = logging.getLogger(__name__)
 
 IDLE_POLL_S = 0.02
+
+
+class _NoDeadline:
+    def cancel(self) -> None:
+        pass
+
+
+NO_DEADLINE = _NoDeadline()
 
 
 class AsyncLLM(EngineClient):
@@ -92,6 +100,7 @@ class AsyncLLM(EngineClient):
         self._draining = False
         self._stopped = False
         self._num_requests = 0
+        self.num_expired = 0  # requests that had no token by their deadlines
         self.admission = Admission(config.admission, slots or OneFrontEnd())
         self.group = group_store or OwnValue()
         self.loras: LoraManager = LoraManager(
@@ -101,6 +110,7 @@ class AsyncLLM(EngineClient):
             is_enabled=config.engine.enable_lora,
         )
         core_client.before_serving = self._restore
+        core_client.on_bound = lambda handle, rank_id: self.output_processor.set_rank(handle, rank_id.rank)
         self._trace_warned = False
         self._own_run_directory: str | None = None
 
@@ -201,6 +211,7 @@ class AsyncLLM(EngineClient):
         session_id: str | None = None,
         prompt_text: str | None = None,
         cache_salt: str | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         if isinstance(prompt, AsyncIterator):
 
@@ -227,8 +238,9 @@ class AsyncLLM(EngineClient):
         processed = await self.input_processor.process(prompt, sampling_params)
         internal_id, collector = self._begin(
             processed, request_id, prompt_text or processed.prompt_text, priority=priority, pinned_rank=data_parallel_rank,
-            session_id=session_id, lora_name=lora_request, cache_salt=cache_salt,
+            session_id=session_id, lora_name=lora_request, cache_salt=cache_salt, timeout_s=timeout_s,
         )  # fmt: skip
+        deadline = self._set_deadline(internal_id, timeout_s)
         finished = False
         try:
             while not finished:
@@ -239,6 +251,7 @@ class AsyncLLM(EngineClient):
             finished = True  # the request has had its end: there is nothing to abort
             raise
         finally:
+            deadline.cancel()
             if not finished:
                 self._abort(internal_id)
 
@@ -253,6 +266,7 @@ class AsyncLLM(EngineClient):
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
         prompt_text: str | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         if trace_headers:
             self._warn_about_tracing()
@@ -261,8 +275,9 @@ class AsyncLLM(EngineClient):
         processed = await self.input_processor.process_pooling(prompt, pooling_params)
         internal_id, collector = self._begin(
             processed, request_id, prompt_text or processed.prompt_text, priority=priority, pinned_rank=data_parallel_rank,
-            session_id=session_id, pooling_params=pooling_params,
+            session_id=session_id, pooling_params=pooling_params, timeout_s=timeout_s,
         )  # fmt: skip
+        deadline = self._set_deadline(internal_id, timeout_s)
         ended = False
         try:
             output = await collector.get()
@@ -271,6 +286,7 @@ class AsyncLLM(EngineClient):
             ended = True
             raise
         finally:
+            deadline.cancel()
             if not ended:
                 self._abort(internal_id)
         yield to_pooling_output(output)
@@ -287,6 +303,7 @@ class AsyncLLM(EngineClient):
         lora_name: str | None = None,
         cache_salt: str | None = None,
         pooling_params: PoolingParams | None = None,
+        timeout_s: float | None = None,
     ) -> tuple[str, RequestOutputCollector]:
         """Admits, registers and sends a request. Its internal id, and where its outputs come."""
         params, num_tokens = processed.sampling_params, len(processed.prompt_token_ids)
@@ -307,27 +324,31 @@ class AsyncLLM(EngineClient):
             lora_id=None if lora is None else lora.id,
             pooling_params=pooling_params,
         )
+        block_keys, block_size = self.core_client.prefix_of(request)
         routing = RoutingRequest(
             num_prompt_tokens=num_tokens,
+            block_keys=block_keys,
+            block_size=block_size,
             pinned_rank=pinned_rank,
             session_id=session_id,
             priority=priority,
             lora_name=lora_name,
         )
         collector = RequestOutputCollector(params.output_kind)
-        self._submit(request, routing, collector, external_id, prompt_text)
+        now = self._clock()
+        sent = SentRequest(request, routing, arrived_s=now, deadline_s=None if timeout_s is None else now + timeout_s)
+        self._submit(sent, collector, external_id, prompt_text)
         return request.request_id, collector
 
     def _submit(
         self,
-        request: EngineCoreRequest,
-        routing: RoutingRequest,
+        sent: SentRequest,
         collector: RequestOutputCollector,
         external_id: str,
         prompt_text: str | None,
     ) -> None:
         """Registers and sends all sequences of a request, or none. Must not be split by an await: see the module."""
-        params = request.sampling_params
+        request, params = sent.request, sent.request.sampling_params
         parent = ParentRequest(request.request_id, params) if params.n > 1 else None
         handles: list[int] = []
         try:
@@ -344,12 +365,12 @@ class AsyncLLM(EngineClient):
                     sink=collector,
                     parent=parent,
                     index=index,
-                    arrival_s=self._clock(),
+                    arrival_s=sent.arrived_s,
                     lora_name=request.lora_name,
                 )
                 handles.append(handle)
                 child = dataclasses.replace(request, handle=handle, sampling_params=child_params)
-                self._send_or_wait(SentRequest(child, routing))
+                self._send_or_wait(dataclasses.replace(sent, request=child))
         except BaseException as error:
             self.output_processor.remove(handles)
             self._leave_ranks(handles)  # those that were sent
@@ -368,7 +389,23 @@ class AsyncLLM(EngineClient):
                 raise
             self.failover.wait(sent)
         else:
-            self.output_processor.set_rank(sent.request.handle, rank_id.rank)
+            if rank_id is not None:
+                self.output_processor.set_rank(sent.request.handle, rank_id.rank)
+
+    def _set_deadline(self, internal_id: str, timeout_s: float | None) -> asyncio.TimerHandle | _NoDeadline:
+        if timeout_s is None:
+            return NO_DEADLINE
+        return asyncio.get_running_loop().call_later(timeout_s, self._expire, internal_id, timeout_s)
+
+    def _expire(self, internal_id: str, timeout_s: float) -> None:
+        """The request's time is over. What has its first token by now was served in time, however long it takes from here."""
+        handles = self.output_processor.handles_of(internal_id)
+        if all(self.output_processor.accepted_token_ids(handle) for handle in handles):
+            return
+        self.num_expired += 1
+        self._leave_ranks(handles)
+        error = DeadlineExceededError(f"no token within the request's timeout of {1000 * timeout_s:.0f} ms")
+        self.output_processor.fail(handles, error)
 
     async def abort(self, request_id: str) -> None:
         self._abort(request_id)
@@ -437,6 +474,7 @@ class AsyncLLM(EngineClient):
                     self.failover.resume()
                 case EngineFailed(cause):
                     self.failover.forget()
+                    self.core_client.forget_queued()
                     self.output_processor.fail_all(EngineDeadError(f"the engine is dead: {cause}", cause=cause))
 
     async def _handle_batch(self, outputs: EngineCoreOutputs) -> None:
@@ -535,7 +573,7 @@ class AsyncLLM(EngineClient):
             index=self.core_client.place.index,
             pid=os.getpid(),
             in_flight=self.output_processor.num_unfinished,
-            queued=self.failover.num_waiting,
+            queued=self.failover.num_waiting + client.num_queued,
             event_loop_lag_ms=self.loop_lag.worst_ms,
         )
         totals = Totals(
@@ -544,10 +582,12 @@ class AsyncLLM(EngineClient):
             failed=counters.failed,
             rejected=self.admission.num_rejected,
             moved=self.failover.num_moved,
+            expired=self.num_expired,
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
         )
-        policy = self.config.balancer.load_balancing_policy if len(ranks) > 1 else "none"
+        balancer = self.config.balancer
+        policy = balancer.load_balancing_policy if len(ranks) > 1 else "none"
         return StatusSnapshot(
             version=__version__,
             mode=type(client).__name__,
@@ -557,7 +597,7 @@ class AsyncLLM(EngineClient):
             front_ends=(front_end,),
             ranks=ranks,
             totals=totals,
-            balancer=BalancerStatus(policy=policy, dispatch="early", signal_age_ms=max(ages, default=None)),
+            balancer=BalancerStatus(policy=policy, dispatch=balancer.dispatch, signal_age_ms=max(ages, default=None)),
             events=client.events.events(now),
             group=client.group_status(now),
             max_loras=self.config.engine.max_loras if self.loras.is_enabled else 0,

@@ -146,16 +146,17 @@ class EngineClient(Operations):
         session_id: str | None = None,
         prompt_text: str | None = None,
         cache_salt: str | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Streams the outputs of one request; the last one is `finished`, and there is always exactly one such end or an error.
 
         Nothing happens until the generator is iterated. Closing it aborts the request. `request_id` is the caller's name for
         it, echoed and accepted by `abort`; two requests may share one. `lora_request` is the name of an adapter, `prompt_text`
-        what `prompt` ids were made from.
+        what `prompt` ids were made from. A request that has a sequence without a token after `timeout_s` ends.
         Pieces of a prompt are answered one after the other, on one rank; an output with a finish reason ends its piece.
 
         Raises `InvalidRequestError` before any token, `OverloadedError` when there is no room, `EngineGenerateError` when this
-        request fails, `EngineDeadError` when its rank dies and it cannot go on.
+        request fails, `EngineDeadError` when its rank dies and it cannot go on, `DeadlineExceededError` when its time is over.
         """
 
     @abstractmethod
@@ -187,6 +188,7 @@ class EngineClient(Operations):
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
         prompt_text: str | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """One vector of one prompt, from an embedding model: its one output, or an error. All else as with `generate`."""
 

@@ -86,7 +86,8 @@ class Failover:
             self.drop(siblings)
             self._client.abort_requests(siblings)
         else:
-            self._outputs.set_rank(handle, rank_id.rank)
+            if rank_id is not None:
+                self._outputs.set_rank(handle, rank_id.rank)
 
 
 def continued(sent: SentRequest, accepted: Sequence[int]) -> SentRequest:
@@ -99,4 +100,4 @@ def continued(sent: SentRequest, accepted: Sequence[int]) -> SentRequest:
     # A pin was to a rank that is gone: going on matters more.
     routing = dataclasses.replace(sent.routing, num_prompt_tokens=len(prompt), pinned_rank=None)
     request = dataclasses.replace(request, prompt_token_ids=prompt, sampling_params=params)
-    return SentRequest(request, routing, sent.num_moves + 1)
+    return dataclasses.replace(sent, request=request, routing=routing, num_moves=sent.num_moves + 1)

@@ -25,6 +25,7 @@ import zmq
 
 from balancer.ledger import LoadLedger
 from balancer.load import RoutingRequest
+from balancer.policy import Choice
 from balancer.rank_health import RankHealth, RankState
 from cores import messages as m
 from cores.codec import CodecError, decode, encode
@@ -58,12 +59,19 @@ READY_MARGIN_S = 30.0  # the launcher's own bound strikes first, with the engine
 class AsyncMPClient(EngineCoreClient):
     """Every request goes to the one rank of this endpoint."""
 
-    def __init__(self, config: GatewayConfig, place: FrontEndPlace, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        place: FrontEndPlace,
+        clock: Callable[[], float] = time.monotonic,
+        ledger: LoadLedger | None = None,
+    ) -> None:
         self.events = EventLog()
-        self.ledger = LoadLedger()
+        self.ledger = ledger or LoadLedger()
         self.num_malformed_frames = 0
         self.num_stale_frames = 0
         self.on_shutdown: Callable[[float], None] = lambda timeout_s: None  # the launcher's order; set by the front end
+        self.on_bound: Callable[[int, m.RankId], None] = lambda handle, rank_id: None  # a request that waited here was sent
         self.before_serving: Callable[[m.RankId], Awaitable[None]] | None = None  # what a rank needs before it takes requests
         self._config = config
         self.place = place
@@ -139,14 +147,20 @@ class AsyncMPClient(EngineCoreClient):
         self._last_handle += 1
         return self._last_handle
 
-    def add_request(self, sent: SentRequest) -> m.RankId:
+    def add_request(self, sent: SentRequest) -> m.RankId | None:
         # Atomic on the loop: choosing, booking and sending must not be split by an await, or a burst would choose alike.
-        request, now = sent.request, self._clock()
-        rank_id = self._choose(sent.routing, now)
-        rank, life = self._ranks[rank_id.rank], self._ranks[rank_id.rank].life
-        self.ledger.book(request.handle, rank_id, sent.routing.num_prompt_tokens)
+        routing = sent.routing
+        choice = self._choose(routing, self._clock())
+        num_new_tokens = routing.num_prompt_tokens - choice.num_cached_tokens
+        self.ledger.book(sent.request.handle, choice.rank_id, num_new_tokens, routing.block_keys)
+        self._send_booked(sent, choice.rank_id)
+        return choice.rank_id
+
+    def _send_booked(self, sent: SentRequest, rank_id: m.RankId) -> None:
+        """Sends what is on the books, or takes it off. Raises `EngineDeadError`."""
+        request, rank = sent.request, self._ranks[rank_id.rank]
         try:
-            seq = self._send(life, lambda seq: m.AddRequest(seq, request))
+            seq = self._send(rank.life, lambda seq: m.AddRequest(seq, request))
         except BaseException:
             self.ledger.release(request.handle)
             raise
@@ -154,9 +168,8 @@ class AsyncMPClient(EngineCoreClient):
         self._sent[request.handle] = sent
         rank.requests_total += 1
         rank.requests_moved_in += sent.num_moves > 0
-        return rank_id
 
-    def _choose(self, routing: RoutingRequest, now: float) -> m.RankId:
+    def _choose(self, routing: RoutingRequest, now: float) -> Choice:
         """The rank for a request. Overridden where there is a choice."""
         (rank,) = self._ranks.values()
         if routing.pinned_rank is not None and routing.pinned_rank != rank.life.rank_id.rank:
@@ -166,7 +179,7 @@ class AsyncMPClient(EngineCoreClient):
             )
         if not rank.life.health.is_serving or rank.life.health.refuses_requests:
             raise self._unavailable()
-        return rank.life.rank_id
+        return Choice(rank.life.rank_id, "only one")
 
     def _unavailable(self, what: str = "no rank can take a request now") -> OverloadedError | EngineDeadError:
         if self._failure is not None:
@@ -182,6 +195,7 @@ class AsyncMPClient(EngineCoreClient):
                 by_rank.setdefault(rank_id, []).append(handle)
         for rank_id, held in by_rank.items():
             self._abort_on(rank_id, tuple(held))
+        self._on_room()
 
     def _abort_on(self, rank_id: m.RankId, handles: tuple[int, ...]) -> None:
         life = self._ranks[rank_id.rank].life
@@ -195,6 +209,7 @@ class AsyncMPClient(EngineCoreClient):
     def release(self, handles: Collection[int]) -> None:
         for handle in handles:
             self._release(handle)
+        self._on_room()
 
     def _release(self, handle: int, abort_seq: int | None = None) -> None:
         self.ledger.release(handle, abort_seq)
@@ -296,12 +311,22 @@ class AsyncMPClient(EngineCoreClient):
         now = self._clock()
         life.health.on_ready(now)
         self.ledger.add_rank(
-            life.rank_id, max_num_batched_tokens=ready.max_num_batched_tokens, max_num_seqs=ready.max_num_seqs, now=now
+            life.rank_id,
+            max_num_batched_tokens=ready.max_num_batched_tokens,
+            max_num_seqs=ready.max_num_seqs,
+            now=now,
+            num_kv_blocks=ready.num_kv_blocks,
         )
+        if self.ledger.prefix_index is not None:
+            self._watch_cache(life)
         text = f"epoch {life.rank_id.epoch} is ready on {ready.node}, {ready.device}, pid {ready.pid}"
         self.events.add("ready", life.rank_id.rank, text, now)
         self._check_all_ready()
         self._note_eligible()
+
+    def _watch_cache(self, life: RankLife) -> None:
+        with contextlib.suppress(EngineDeadError):  # then there is nothing to watch
+            self._send(life, m.WatchCache)
 
     def _note_eligible(self) -> None:
         """Tells the output handler when there is a rank more to choose from: something may wait for it."""
@@ -309,6 +334,13 @@ class AsyncMPClient(EngineCoreClient):
         if not eligible <= self._last_eligible:
             self._received.put_nowait(RanksChanged())
         self._last_eligible = eligible
+        self._on_room()
+
+    def forget_queued(self) -> None:
+        """Nothing waits here."""
+
+    def _on_room(self) -> None:
+        """Something has happened that may have made room on a rank. Overridden where requests wait for it."""
 
     def _check_all_ready(self) -> None:
         """A rank that the launcher has given up is not waited for by a front end that starts later."""
@@ -344,6 +376,10 @@ class AsyncMPClient(EngineCoreClient):
                 life.health.on_sign_of_life(now, message.step, has_work)
                 self._on_load(life, message.step, message.command_seq, message.load, now)
                 self._note_eligible()  # it may have been resumed
+            case m.CacheEvents():
+                index = self.ledger.prefix_index
+                if index is not None and not index.on_events(message):
+                    self._watch_cache(life)
             case m.EngineCoreDead():
                 self._declare_dead(message.rank_id, message.cause or "it was shut down")
             case m.UtilityResult():
@@ -352,6 +388,7 @@ class AsyncMPClient(EngineCoreClient):
     def _on_load(self, life: RankLife, step: int, command_seq: int, load: m.RankLoad, now: float) -> None:
         life.load, life.load_at_s = load, now
         self.ledger.on_report(life.rank_id, step, command_seq, load, now)
+        self._on_room()
 
     # --- death and doubt ----------------------------------------------------------------------------------------------
 
