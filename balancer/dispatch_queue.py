@@ -27,7 +27,7 @@ is kept within a front end only.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -103,7 +103,7 @@ class DispatchQueue:
         self._remove(queued)
         return True
 
-    def dispatches(self, eligible: Eligible, now: float) -> Iterator[Dispatch]:
+    def dispatches(self, eligible: Eligible, now: float) -> Generator[Dispatch]:
         """One pass. Each is to be sent before the next is asked for, or released if it cannot be sent; nothing else is to
         happen in between. To be run after `add` and whatever may have made room: a report, a release, a rank that came."""
         expected: list[int] = []  # those that wait for a rank, booked there for the time of the pass

@@ -215,7 +215,7 @@ class LoadLedger:
         return list(account.live)
 
     def book(self, handle: int, rank_id: RankId, num_prompt_tokens: int, block_keys: Iterable[BlockKey] = ()) -> None:
-        """`num_prompt_tokens` are those that it will have to compute, `block_keys` those of all its blocks."""
+        """`num_prompt_tokens` are those that it will have to compute, `block_keys` the landmarks of all."""
         if handle in self._account_of:
             raise ValueError(f"request {handle} is booked already, on {self._account_of[handle].rank_id}")
         account = self._account(rank_id)

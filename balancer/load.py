@@ -18,8 +18,8 @@ class RoutingRequest:
     session_id: str | None = None
     priority: int = 0  # lower first
     lora_name: str | None = None
-    block_keys: Sequence[BlockKey] = ()  # of the blocks that a cache may spare it; none where nobody asks
-    block_size: int = 0  # of these, in tokens
+    block_keys: Sequence[BlockKey] = ()  # landmarks of what a cache may spare it; none where nobody asks
+    tokens_per_key: int = 0  # from one to the next
     # Prompt tokens that a rank is expected to have cached; put in by the balancer. Ranks that have none are left out.
     cached_tokens: Mapping[RankId, int] = field(default_factory=dict)
 

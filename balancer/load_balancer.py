@@ -46,8 +46,8 @@ class LoadBalancer:
         index = self.ledger.prefix_index
         if index is None or not request.block_keys:
             return {}
-        size = request.block_size
-        return {rank_id: length * size for rank_id, length in index.longest_prefixes(request.block_keys).items()}
+        tokens_per_key = request.tokens_per_key
+        return {rank_id: length * tokens_per_key for rank_id, length in index.longest_prefixes(request.block_keys).items()}
 
     def _choose_pinned(self, pinned_rank: int, eligible: Collection[RankId]) -> Choice:
         for rank_id in eligible:

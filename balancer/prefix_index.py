@@ -1,4 +1,6 @@
-"""Which ranks have which blocks of prompts in their caches, as they say themselves or as we expect. Pure: no tokens, no clock.
+"""Which ranks have which prefixes in their caches, as they say themselves or as we expect. Pure: no tokens, no clock.
+
+A prefix is known by its landmarks, one block in every 128 tokens (`cores.block_hash`). Here they are just called blocks.
 
 Rules
 -----

@@ -1,6 +1,8 @@
 """Chained hashes of full token blocks: equal hashes mean equal prefixes, so a cache and a balancer can agree on them.
 
-A cache goes by the whole hash. A balancer, which only guesses where a prefix is, goes by its first 64 bits (`BlockKey`).
+A cache goes by the whole hash of every block. A balancer, which only guesses where a prefix is, goes by landmarks: of one
+block in every 128 tokens the first 64 bits (`BlockKey`). As the hashes are chained, a landmark stands for all before it, and
+what lies behind the last one is too little to decide by.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Iterable, Sequence
 BlockHash = bytes  # 16 bytes
 BlockKey = int  # the first 8 of them, little-endian
 KEY_BYTES = 8
+LANDMARK_TOKENS = 128
 
 ROOT: BlockHash = b"\0" * 16
 
@@ -48,7 +51,16 @@ def to_keys(hashes: Iterable[BlockHash]) -> array[int]:
     return keys
 
 
-def prefix_keys(token_ids: Sequence[int], block_size: int, parent: BlockHash = ROOT) -> tuple[BlockKey, ...]:
-    """Keys of the blocks that a cache may spare a prompt: one token at least is always computed."""
-    num_blocks = (len(token_ids) - 1) // block_size
-    return tuple(to_keys(hash_blocks(token_ids[: num_blocks * block_size], block_size, parent)))
+def landmark_stride(block_size: int, landmark_tokens: int = LANDMARK_TOKENS) -> int:
+    """In blocks: the last of every so many is a landmark."""
+    return max(1, landmark_tokens // block_size)
+
+
+def prefix_keys(
+    token_ids: Sequence[int], block_size: int, parent: BlockHash = ROOT, landmark_tokens: int = LANDMARK_TOKENS
+) -> tuple[BlockKey, ...]:
+    """The landmarks of what a cache may spare a prompt: one token at least is always computed."""
+    stride = landmark_stride(block_size, landmark_tokens)
+    num_landmarks = (len(token_ids) - 1) // (stride * block_size)
+    hashes = hash_blocks(token_ids[: num_landmarks * stride * block_size], block_size, parent)
+    return tuple(to_keys(hashes[stride - 1 :: stride]))

@@ -26,7 +26,8 @@ class BlockPool:
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._by_hash: dict[BlockHash, int] = {}
-        self.changes: CacheChanges | None = None  # where to note what can be found from now on and what no longer
+        self._is_landmark = bytearray(num_blocks)  # of the blocks that have a hash
+        self.changes: CacheChanges | None = None  # where to note which landmarks can be found from now on and which no longer
 
     @property
     def num_free(self) -> int:
@@ -36,8 +37,8 @@ class BlockPool:
     def num_cached(self) -> int:
         return len(self._by_hash)
 
-    def cached_hashes(self) -> Iterable[BlockHash]:
-        return self._by_hash.keys()
+    def cached_landmarks(self) -> list[BlockHash]:
+        return [block_hash for block_hash, block_id in self._by_hash.items() if self._is_landmark[block_id]]
 
     def find(self, block_hash: BlockHash) -> int | None:
         """The block that holds this content, held or free."""
@@ -75,12 +76,13 @@ class BlockPool:
                 if self._hashes[block_id] is None:
                     self._free.move_to_end(block_id, last=False)
 
-    def set_hash(self, block_id: int, block_hash: BlockHash) -> None:
+    def set_hash(self, block_id: int, block_hash: BlockHash, is_landmark: bool = True) -> None:
         """The block is full and computed: from now on it can be found."""
         if self._hashes[block_id] is None and block_hash not in self._by_hash:
             self._hashes[block_id] = block_hash
             self._by_hash[block_hash] = block_id
-            if self.changes is not None:
+            self._is_landmark[block_id] = is_landmark
+            if is_landmark and self.changes is not None:
                 self.changes.on_stored(block_hash)
 
     def forget_all(self) -> None:
@@ -96,7 +98,7 @@ class BlockPool:
         if block_hash is not None:
             del self._by_hash[block_hash]
             self._hashes[block_id] = None
-            if self.changes is not None:
+            if self.changes is not None and self._is_landmark[block_id]:
                 self.changes.on_evicted(block_hash)
 
     def check_invariants(self) -> None:

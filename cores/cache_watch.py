@@ -10,7 +10,7 @@ from cores.messages import CacheEvents, RankId
 
 
 class CacheChanges:
-    """What happened to the cache since it was last asked: for each block the last thing, for a cleared cache from then on."""
+    """What happened to a cache's landmarks since it was last asked: to each the last thing, and since it was last cleared."""
 
     def __init__(self) -> None:
         self._is_cached: dict[BlockHash, bool] = {}
@@ -44,7 +44,7 @@ class CacheWatch:
     def __init__(
         self, rank_id: RankId, record_changes: Callable[[CacheChanges | None], None], cached: Callable[[], Iterable[BlockHash]]
     ) -> None:
-        """`record_changes` says where the cache is to note its changes, `cached` what it has now."""
+        """`record_changes` says where the cache is to note its changes, `cached` which landmarks it has now."""
         self._rank_id = rank_id
         self._record_changes = record_changes
         self._cached = cached

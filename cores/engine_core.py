@@ -65,7 +65,7 @@ class EngineCore:
             kv_cache,
         )
         self.loras = LoraOperations(runner, self._scheduler, max_loras)
-        self.cache_watch = CacheWatch(rank_id, kv_cache.record_changes, kv_cache.cached_hashes)
+        self.cache_watch = CacheWatch(rank_id, kv_cache.record_changes, kv_cache.cached_landmarks)
         self._times = StepTimes()
         self._ended: list[tuple[int, int, Finished]] = []  # (client, handle, how) of requests that ended outside a step
         self.operations = Operations(

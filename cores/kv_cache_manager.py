@@ -9,17 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cores.block_hash import BlockHash, hash_block
+from cores.block_hash import LANDMARK_TOKENS, BlockHash, hash_block, landmark_stride
 from cores.block_pool import BlockPool
 from cores.cache_watch import CacheChanges
 from cores.request import Request
 
 
 class KVCacheManager:
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        landmark_tokens: int = LANDMARK_TOKENS,
+    ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._pool = BlockPool(num_blocks)
+        self._stride = landmark_stride(block_size, landmark_tokens)
         self._generation = 0  # of the cache: a reset starts the next, and what was computed before it never enters
 
     @property
@@ -97,7 +104,7 @@ class KVCacheManager:
         if self.enable_prefix_caching and request.cache_generation == self._generation:
             self._extend_hashes(request, num_full)
             for i in range(request.num_cached_blocks, num_full):
-                self._pool.set_hash(request.block_ids[i], request.block_hashes[i])
+                self._pool.set_hash(request.block_ids[i], request.block_hashes[i], (i + 1) % self._stride == 0)
         request.num_cached_blocks = num_full
 
     def free(self, request: Request) -> None:
@@ -113,11 +120,11 @@ class KVCacheManager:
         self._generation += 1
 
     def record_changes(self, changes: CacheChanges | None) -> None:
-        """From now on notes there which blocks can be found and which no longer; None: notes nothing."""
+        """From now on notes there which landmarks can be found and which no longer; None: notes nothing."""
         self._pool.changes = changes
 
-    def cached_hashes(self) -> Iterable[BlockHash]:
-        return self._pool.cached_hashes()
+    def cached_landmarks(self) -> list[BlockHash]:
+        return self._pool.cached_landmarks()
 
     def _find_cached_prefix(self, request: Request) -> list[int]:
         """Blocks of the longest cached prefix that leaves at least one token to compute: its logits choose the next one."""

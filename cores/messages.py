@@ -254,9 +254,9 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class CacheEvents:
-    """What has come into a rank's prefix cache and what has left it, for a front end that watches (`WatchCache`).
+    """Which landmarks have come into a rank's prefix cache and which have left it, for a front end that watches (`WatchCache`).
 
-    Sent before the outputs of the same step. A block that came and left in between is among those that left.
+    Sent before the outputs of the same step. One that came and left in between is among those that left.
     """
 
     rank_id: RankId

@@ -324,11 +324,11 @@ class AsyncLLM(EngineClient):
             lora_id=None if lora is None else lora.id,
             pooling_params=pooling_params,
         )
-        block_keys, block_size = self.core_client.prefix_of(request)
+        block_keys, tokens_per_key = self.core_client.prefix_of(request)
         routing = RoutingRequest(
             num_prompt_tokens=num_tokens,
             block_keys=block_keys,
-            block_size=block_size,
+            tokens_per_key=tokens_per_key,
             pinned_rank=pinned_rank,
             session_id=session_id,
             priority=priority,

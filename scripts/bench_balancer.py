@@ -1,7 +1,7 @@
 """What a decision of the balancer costs: choose a rank, book the request there and release another. CPU time, one core.
 
-Requests come every millisecond, and before each a rank reports, so that no view stays as it was for long. With prefixes a
-request has 64 blocks of 16 tokens, half of which one rank has in its cache. Hashing them is a row of its own.
+Requests come every millisecond, and before each a rank reports, so that no view stays as it was for long. A prompt has 2,049
+tokens, half of which one rank has in its cache. Hashing them is a row of its own.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from balancer.ledger import LoadLedger
 from balancer.load import RoutingRequest
 from balancer.load_balancer import LoadBalancer
 from balancer.policies import POLICIES, make_policy, make_prefix_index
-from cores.block_hash import prefix_keys
+from cores.block_hash import landmark_stride, prefix_keys
 from cores.messages import CacheEvents, RankId, RankLoad
 from scripts.benchmarks.report import Row, compare, publish
 
 LIMITS_US = {8: 10.0, 64: 60.0}  # of the default policy
 DEFAULT_POLICIES = ("least_tokens", "prefix_affinity", "session_affinity")
 RANKS = (8, 64, 256, 1024)
-NUM_BLOCKS, BLOCK_SIZE = 64, 16
+NUM_PROMPT_TOKENS, BLOCK_SIZE = 2049, 16
+TOKENS_PER_KEY = BLOCK_SIZE * landmark_stride(BLOCK_SIZE)
+NUM_KEYS = NUM_PROMPT_TOKENS // TOKENS_PER_KEY
 NUM_IN_FLIGHT_PER_RANK = 16
 
 
@@ -44,19 +46,19 @@ class Bench:
         for rank_id in self._ranks:
             self._ledger.add_rank(rank_id, max_num_batched_tokens=8192, max_num_seqs=256, now=0.0)
             if self._ledger.prefix_index is not None:
-                stored = array("Q", self._keys(rank_id.rank)[: NUM_BLOCKS // 2])
+                stored = array("Q", self._keys(rank_id.rank)[: NUM_KEYS // 2])
                 self._ledger.prefix_index.on_events(CacheEvents(rank_id, 0, True, stored, array("Q")))
         self.run(NUM_IN_FLIGHT_PER_RANK * num_ranks, num_to_keep=NUM_IN_FLIGHT_PER_RANK * num_ranks)
 
     def _keys(self, conversation: int) -> range:
-        return range(conversation << 32, (conversation << 32) + NUM_BLOCKS)
+        return range(conversation << 32, (conversation << 32) + NUM_KEYS)
 
     def _make_request(self) -> RoutingRequest:
         keys = tuple(self._keys(self._rng.randrange(len(self._ranks)))) if self._ledger.prefix_index is not None else ()
         return RoutingRequest(
-            num_prompt_tokens=NUM_BLOCKS * BLOCK_SIZE + 1,
+            num_prompt_tokens=NUM_PROMPT_TOKENS,
             block_keys=keys,
-            block_size=BLOCK_SIZE,
+            tokens_per_key=TOKENS_PER_KEY,
             session_id=str(self._rng.randrange(10**6)),
         )
 
@@ -98,14 +100,16 @@ def decision_row(policy: str, num_ranks: int, runs: int) -> Row:
 
 
 def hashing_row(runs: int) -> Row:
-    prompt = list(range(NUM_BLOCKS * BLOCK_SIZE + 1))
+    prompt = list(range(NUM_PROMPT_TOKENS))
     figures = []
     for _ in range(runs):
         started = time.perf_counter()
         for _ in range(200):
             prefix_keys(prompt, BLOCK_SIZE)
         figures.append((time.perf_counter() - started) / 200 * 1e6)
-    return Row(f"hashing {NUM_BLOCKS} blocks", sorted(figures)[runs // 2], "no limit", None, None, "µs per prompt")
+    return Row(
+        f"hashing {NUM_PROMPT_TOKENS // BLOCK_SIZE} blocks", sorted(figures)[runs // 2], "no limit", None, None, "µs per prompt"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -73,7 +73,7 @@ class EngineCoreClient(ABC):
         """Never used twice."""
 
     def prefix_of(self, request: EngineCoreRequest) -> tuple[Sequence[BlockKey], int]:
-        """Keys of the prompt's blocks and their size, as `RoutingRequest` wants them; none where no rank is chosen by them."""
+        """`block_keys` and `tokens_per_key` of its `RoutingRequest`; none where no rank is chosen by them."""
         return (), 0
 
     @property

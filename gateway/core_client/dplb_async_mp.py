@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import time
@@ -13,7 +14,7 @@ from balancer.load import RoutingRequest
 from balancer.load_balancer import LoadBalancer, NoRankAvailableError, UnknownRankError
 from balancer.policies import make_policy, make_prefix_index
 from balancer.policy import Choice
-from cores.block_hash import BlockKey, prefix_keys, root_hash
+from cores.block_hash import BlockKey, landmark_stride, prefix_keys, root_hash
 from cores.messages import EngineCoreRequest, RankId
 from gateway.config import GatewayConfig
 from gateway.core_client.async_mp import AsyncMPClient
@@ -47,7 +48,8 @@ class DPLBAsyncMPClient(AsyncMPClient):
         if self.ledger.prefix_index is None or ready is None or needs_all:
             return (), 0
         root = root_hash(request.lora_id, request.cache_salt)
-        return prefix_keys(request.prompt_token_ids, ready.block_size, root), ready.block_size
+        tokens_per_key = ready.block_size * landmark_stride(ready.block_size)
+        return prefix_keys(request.prompt_token_ids, ready.block_size, root), tokens_per_key
 
     def _choose(self, routing: RoutingRequest, now: float) -> Choice:
         eligible = self.eligible_for(routing.lora_name) if routing.pinned_rank is None else self.eligible
@@ -78,14 +80,15 @@ class DPLBAsyncMPClient(AsyncMPClient):
         if not self._queue:
             return
         eligible: Callable[[str | None], Collection[RankId]] = functools.cache(self.eligible_for)  # for the time of a pass
-        for dispatch in self._queue.dispatches(eligible, self._clock()):
-            sent, rank_id = self._queued.pop(dispatch.handle), dispatch.choice.rank_id
-            try:
-                self._send_booked(sent, rank_id)
-            except EngineDeadError:  # its death is about to be known, and then it is not eligible
-                self._enqueue(self._queue, sent)
-                return
-            self.on_bound(dispatch.handle, rank_id)
+        with contextlib.closing(self._queue.dispatches(eligible, self._clock())) as dispatches:
+            for dispatch in dispatches:
+                sent, rank_id = self._queued.pop(dispatch.handle), dispatch.choice.rank_id
+                try:
+                    self._send_booked(sent, rank_id)
+                except EngineDeadError:  # its death is about to be known, and then it is not eligible
+                    self._enqueue(self._queue, sent)
+                    return
+                self.on_bound(dispatch.handle, rank_id)
 
     def abort_requests(self, handles: Collection[int]) -> None:
         for handle in handles:

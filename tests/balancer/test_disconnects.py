@@ -71,7 +71,7 @@ class Endpoint:
     def arrive(self, handle: int) -> None:
         start = 1000 * self.rng.randrange(50)
         num_blocks = self.rng.randrange(1, 12)
-        request = make_request(16 * num_blocks + 1, block_keys=tuple(range(start, start + num_blocks)), block_size=16)
+        request = make_request(16 * num_blocks + 1, block_keys=tuple(range(start, start + num_blocks)), tokens_per_key=16)
         self.queue.add(handle, request, self.now)
         self.live.append(handle)
         self.dispatch()

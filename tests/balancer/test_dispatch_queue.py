@@ -173,10 +173,10 @@ def test_second_who_waits_for_a_cache_sees_the_first_and_goes_elsewhere() -> Non
     """Both have half of their prompts in the busy rank's cache. One step is worth waiting for, three are not."""
     group = Group(2, policy="prefix_affinity")
     keys = tuple(range(50))
-    group.queue.add(1, make_request(FULL, block_keys=keys, block_size=16), now=0.0)
+    group.queue.add(1, make_request(FULL, block_keys=keys, tokens_per_key=16), now=0.0)
     ((_, home),) = group.run_pass()
     for handle in (2, 3, 4):
-        group.queue.add(handle, make_request(1600, block_keys=keys, block_size=16), now=0.0)
+        group.queue.add(handle, make_request(1600, block_keys=keys, tokens_per_key=16), now=0.0)
     sent = group.run_pass()
     assert sent
     assert all(rank != home for _, rank in sent)
@@ -298,7 +298,7 @@ class QueueMachine(RuleBasedStateMachine):
     def comes(self, tokens: int, priority: int, prompt: int, deadline_in: float | None, pinned: int | None) -> None:
         self.last_handle += 1
         keys = tuple(range(1000 * prompt, 1000 * prompt + tokens // 100))
-        request = make_request(tokens, priority=priority, block_keys=keys, block_size=100, pinned_rank=pinned)
+        request = make_request(tokens, priority=priority, block_keys=keys, tokens_per_key=100, pinned_rank=pinned)
         deadline = None if deadline_in is None else self.now + deadline_in
         self.group.queue.add(self.last_handle, request, self.now, deadline)
         self.waiting.add(self.last_handle)

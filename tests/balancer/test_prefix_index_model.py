@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from balancer.prefix_index import PrefixIndex
-from cores.block_hash import hash_blocks, prefix_keys, to_keys
+from cores.block_hash import ROOT, prefix_keys, to_keys
 from cores.cache_watch import CacheWatch
 from cores.kv_cache_manager import KVCacheManager
 from cores.messages import CacheEvents, RankId
@@ -17,10 +17,11 @@ from cores.request import Request
 from cores.sampling_params import SamplingParams
 
 BLOCK_SIZE = 2
-NUM_BLOCKS = 8
+NUM_BLOCKS = 12
+LANDMARK = 4  # every second block
 FRONT_END = 0
 
-prompts = st.lists(st.integers(1, 2), min_size=3, max_size=9)  # few tokens: prefixes are often equal
+prompts = st.lists(st.integers(1, 2), min_size=3, max_size=16)  # few tokens: prefixes are often equal
 
 
 @dataclass
@@ -35,8 +36,8 @@ class Engine:
     heard: list[CacheEvents] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.cache = KVCacheManager(NUM_BLOCKS, BLOCK_SIZE)
-        self.watch = CacheWatch(self.rank_id, self.cache.record_changes, self.cache.cached_hashes)
+        self.cache = KVCacheManager(NUM_BLOCKS, BLOCK_SIZE, landmark_tokens=LANDMARK)
+        self.watch = CacheWatch(self.rank_id, self.cache.record_changes, self.cache.cached_landmarks)
         self.watch.watch(FRONT_END)
         self.flush()
 
@@ -62,10 +63,10 @@ class IndexMachine(RuleBasedStateMachine):
     def request_is_sent(self, rank: int, prompt: list[int], is_admitted: bool) -> None:
         self.last_handle += 1
         handle, engine = self.last_handle, self.engines[rank]
-        self.index.book(handle, engine.rank_id, prefix_keys(prompt, BLOCK_SIZE))
+        self.index.book(handle, engine.rank_id, prefix_keys(prompt, BLOCK_SIZE, landmark_tokens=LANDMARK))
         self.booked[handle] = (engine.rank_id, prompt)
         request = Request((FRONT_END, handle), "r", list(prompt), len(prompt), len(prompt), SamplingParams(), 100)
-        request.root_hash = b"\0" * 16
+        request.root_hash = ROOT
         if is_admitted and engine.cache.admit(request):
             engine.held[handle] = request
             engine.cache.enter_cache(request, len(prompt))
@@ -136,17 +137,27 @@ class IndexMachine(RuleBasedStateMachine):
             self.events_arrive(engine.rank_id.rank)
         self.index.check_invariants()
         stored = {rank_id.rank: blocks for rank_id, blocks in self.index.stored_blocks().items()}
-        assert stored == {rank: set(to_keys(engine.cache.cached_hashes())) for rank, engine in self.engines.items()}
+        assert stored == {rank: set(to_keys(engine.cache.cached_landmarks())) for rank, engine in self.engines.items()}
 
 
 IndexMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
 TestIndexModel = IndexMachine.TestCase
 
 
-def test_keys_of_a_prompt_are_those_of_the_cache_for_it() -> None:
+def test_landmarks_of_a_prompt_are_those_of_a_cache_that_has_it() -> None:
     """What both sides compute apart must agree, or every guess is wrong."""
-    prompt = list(range(100, 141))
-    assert list(prefix_keys(prompt, 16)) == list(to_keys(hash_blocks(prompt, 16)))
-    assert len(prefix_keys(prompt[:32], 16)) == 1  # of a prompt of two whole blocks the last token is computed in any case
-    assert len(prefix_keys(prompt[:33], 16)) == 2
+    prompt = list(range(100, 700))
+    cache = KVCacheManager(100, 16)
+    request = Request((0, 1), "r", list(prompt), len(prompt), len(prompt), SamplingParams(), 1000, root_hash=ROOT)
+    assert cache.admit(request)
+    cache.enter_cache(request, len(prompt))
+    assert list(prefix_keys(prompt, 16)) == list(to_keys(cache.cached_landmarks()))
+    assert len(prefix_keys(prompt, 16)) == 600 // 128
+
+
+def test_last_token_of_a_prompt_is_computed_whatever_the_cache_has() -> None:
+    prompt = list(range(257))
+    assert len(prefix_keys(prompt[:256], 16)) == 1
+    assert len(prefix_keys(prompt, 16)) == 2
     assert prefix_keys([], 16) == prefix_keys([1], 16) == ()
+    assert len(prefix_keys(prompt, 256)) == 1  # blocks longer than from one landmark to the next are all landmarks

@@ -540,3 +540,16 @@ def test_whole_prompts_wait_for_a_step_that_has_room_and_are_not_passed_over() -
     assert driver.step() == [(2, 5), (3, 1)]
     assert driver.step() == [(4, 10)]
     assert not driver.scheduler.has_work
+
+
+def test_what_the_cache_has_of_a_waiting_request_is_no_load() -> None:
+    """Else a queue of chats that are nearly all cached would repel the next turn of one."""
+    driver = Driver(max_num_seqs=1)
+    driver.add(make_request(1, prompt=9, max_tokens=1))
+    driver.step()
+    driver.add(make_request(2, prompt=5, max_tokens=9))
+    driver.step()
+    driver.add(make_request(3, prompt=9, max_tokens=1))
+    load = driver.scheduler.load()
+    assert (load.num_waiting, load.num_prefill_tokens) == (1, 1)
+    driver.scheduler.check_invariants()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
 
 import pytest
@@ -13,10 +14,10 @@ from balancer.policies.least_tokens import MAX_REPORT_AGE_S
 from balancer.policies.prefix_affinity import COMPUTE_WEIGHT, PrefixAffinity
 from balancer.policy import Choice
 from balancer.testing import make_request, make_view
-from cores.block_hash import hash_blocks, prefix_keys, root_hash, to_keys
+from cores.block_hash import prefix_keys, root_hash
 from cores.messages import CacheEvents, RankId, RankLoad
 
-BLOCK_SIZE = 16
+BLOCK_SIZE, TOKENS_PER_KEY = 16, 128
 
 
 def choose(*ranks: RankView, num_prompt_tokens: int, cached: dict[int, int], seed: int = 7) -> Choice:
@@ -73,7 +74,7 @@ class Group:
 
     def request(self, prompt: list[int], salt: str | None = None, pinned_rank: int | None = None) -> RoutingRequest:
         keys = prefix_keys(prompt, BLOCK_SIZE, root_hash(None, salt))
-        return make_request(len(prompt), block_keys=keys, block_size=BLOCK_SIZE, pinned_rank=pinned_rank)
+        return make_request(len(prompt), block_keys=keys, tokens_per_key=TOKENS_PER_KEY, pinned_rank=pinned_rank)
 
     def send(self, prompt: list[int], salt: str | None = None, pinned_rank: int | None = None) -> tuple[int, Choice]:
         request = self.request(prompt, salt, pinned_rank)
@@ -89,7 +90,7 @@ class Group:
         rank_id = self.ledger.rank_of(handle)
         assert rank_id is not None
         assert self.ledger.prefix_index is not None
-        stored = to_keys(hash_blocks(prompt, BLOCK_SIZE))
+        stored = array("Q", prefix_keys(prompt, BLOCK_SIZE))
         assert self.ledger.prefix_index.on_events(CacheEvents(rank_id, seq, seq == 0, stored, stored[:0]))
         self.ledger.on_report(rank_id, handle, handle, RankLoad(), now=0.0)
         self.ledger.release(handle)
@@ -101,7 +102,7 @@ def test_second_turn_follows_the_first_and_books_only_what_is_new() -> None:
     group.compute(handle, history)
     _, second = group.send([*history, *range(50)])
     assert second.rank_id == first.rank_id
-    assert second.num_cached_tokens == 1000 // BLOCK_SIZE * BLOCK_SIZE
+    assert second.num_cached_tokens == 7 * TOKENS_PER_KEY
     assert group.ledger.num_unreported_tokens == 1050 - second.num_cached_tokens
     group.ledger.check_invariants()
 
@@ -110,7 +111,7 @@ def test_burst_of_equal_prompts_meets_before_anything_is_computed() -> None:
     """As do the n sequences of one request."""
     group, prompt = Group(4), list(range(1000))
     assert len({group.send(prompt)[1].rank_id for _ in range(8)}) == 1
-    assert group.ledger.num_unreported_tokens == 1000 + 7 * (1000 - 992)
+    assert group.ledger.num_unreported_tokens == 1000 + 7 * (1000 - 7 * TOKENS_PER_KEY)
 
 
 def test_burst_of_different_prompts_spreads() -> None:
@@ -137,7 +138,7 @@ def test_pinned_request_is_booked_by_what_it_will_compute() -> None:
     group, prompt = Group(2), list(range(1000))
     _, first = group.send(prompt, pinned_rank=1)
     _, second = group.send(prompt, pinned_rank=1)
-    assert (first, second) == (Choice(RankId(1, 1), "pinned"), Choice(RankId(1, 1), "pinned", 992))
+    assert (first, second) == (Choice(RankId(1, 1), "pinned"), Choice(RankId(1, 1), "pinned", 896))
 
 
 def test_after_a_restart_nobody_counts_on_the_old_cache() -> None:

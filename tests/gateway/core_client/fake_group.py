@@ -25,7 +25,7 @@ from cores.messages import (
     front_end_identity,
 )
 from cores.testing import ManualClock, make_request
-from gateway.config import GatewayConfig, ParallelConfig
+from gateway.config import BalancerConfig, GatewayConfig, ParallelConfig
 from gateway.core_client import AsyncMPClient, core_client_class
 from gateway.core_client.base import FrontEndPlace, RanksChanged, Received, SentRequest
 from gateway.launch.control import ControlSocket
@@ -70,7 +70,7 @@ class FakeEngine:
 class FakeGroup:
     """Everything around one core client of `num_ranks` ranks, whose clock stands still."""
 
-    def __init__(self, directory: Path, num_ranks: int = 2) -> None:
+    def __init__(self, directory: Path, num_ranks: int = 2, balancer: BalancerConfig | None = None) -> None:
         self.clock = ManualClock(1000.0)
         self.said: list[Message] = []  # to the launcher
         self.engines: dict[int, FakeEngine] = {}  # the present lives, by rank
@@ -79,7 +79,11 @@ class FakeGroup:
         self._control = ControlSocket(f"ipc://{directory / 'control'}", lambda _, message: self.said.append(message))
         self._control.start()
         self._context = zmq.asyncio.Context()
-        config = GatewayConfig(engine=EngineConfig(model="m"), parallel=ParallelConfig(data_parallel_size=num_ranks))
+        config = GatewayConfig(
+            engine=EngineConfig(model="m"),
+            parallel=ParallelConfig(data_parallel_size=num_ranks),
+            balancer=balancer or BalancerConfig(),
+        )
         place = FrontEndPlace(run_directory=str(directory), control_address=self._control.address)
         self.client: AsyncMPClient = core_client_class(config)(config, place, self.clock)
         self._last_handle = 0
@@ -103,8 +107,8 @@ class FakeGroup:
     def tell_state(self, *records: RankRecord) -> None:
         assert self._control.send(front_end_identity(0), GroupState(1, records))
 
-    def add_request(self, num_prompt_tokens: int = 10, pinned_rank: int | None = None) -> tuple[int, RankId]:
-        """Its handle, and who got it."""
+    def add_request(self, num_prompt_tokens: int = 10, pinned_rank: int | None = None) -> tuple[int, RankId | None]:
+        """Its handle, and who got it; nobody, if it waits for a rank."""
         handle = self.client.next_handle()
         routing = RoutingRequest(num_prompt_tokens=num_prompt_tokens, pinned_rank=pinned_rank)
         return handle, self.client.add_request(SentRequest(make_request(handle, num_prompt_tokens), routing))
