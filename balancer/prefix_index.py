@@ -1,6 +1,6 @@
 """Which ranks have which prefixes in their caches, as they say themselves or as we expect. Pure: no tokens, no clock.
 
-A prefix is known by its landmarks, one block in every 128 tokens (`cores.block_hash`). Here they are just called blocks.
+A prefix is known by its landmarks, one block in every 64 tokens (`cores.block_hash`). Here they are just called blocks.
 
 Rules
 -----

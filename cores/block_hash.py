@@ -1,7 +1,7 @@
 """Chained hashes of full token blocks: equal hashes mean equal prefixes, so a cache and a balancer can agree on them.
 
 A cache goes by the whole hash of every block. A balancer, which only guesses where a prefix is, goes by landmarks: of one
-block in every 128 tokens the first 64 bits (`BlockKey`). As the hashes are chained, a landmark stands for all before it, and
+block in every 64 tokens the first 64 bits (`BlockKey`). As the hashes are chained, a landmark stands for all before it, and
 what lies behind the last one is too little to decide by.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 BlockHash = bytes  # 16 bytes
 BlockKey = int  # the first 8 of them, little-endian
 KEY_BYTES = 8
-LANDMARK_TOKENS = 128
+LANDMARK_TOKENS = 64
 
 ROOT: BlockHash = b"\0" * 16
 

@@ -21,7 +21,7 @@ from balancer.load import RankView, RoutingRequest
 from balancer.policies.least_tokens import LeastCost, expected_tokens
 from balancer.policy import Choice
 
-COMPUTE_WEIGHT = 1.5
+COMPUTE_WEIGHT = 2.0
 
 
 class PrefixAffinity:

@@ -170,13 +170,13 @@ def test_nobody_passes_on_the_way_to_the_same_rank() -> None:
 
 
 def test_second_who_waits_for_a_cache_sees_the_first_and_goes_elsewhere() -> None:
-    """Both have half of their prompts in the busy rank's cache. One step is worth waiting for, three are not."""
+    """All have three quarters of their prompts in the busy rank's cache. That is worth a wait, but not behind another."""
     group = Group(2, policy="prefix_affinity")
     keys = tuple(range(50))
-    group.queue.add(1, make_request(FULL, block_keys=keys, tokens_per_key=16), now=0.0)
+    group.queue.add(1, make_request(FULL, block_keys=keys, tokens_per_key=24), now=0.0)
     ((_, home),) = group.run_pass()
     for handle in (2, 3, 4):
-        group.queue.add(handle, make_request(1600, block_keys=keys, tokens_per_key=16), now=0.0)
+        group.queue.add(handle, make_request(1600, block_keys=keys, tokens_per_key=24), now=0.0)
     sent = group.run_pass()
     assert sent
     assert all(rank != home for _, rank in sent)

@@ -152,12 +152,12 @@ def test_landmarks_of_a_prompt_are_those_of_a_cache_that_has_it() -> None:
     assert cache.admit(request)
     cache.enter_cache(request, len(prompt))
     assert list(prefix_keys(prompt, 16)) == list(to_keys(cache.cached_landmarks()))
-    assert len(prefix_keys(prompt, 16)) == 600 // 128
+    assert len(prefix_keys(prompt, 16)) == 600 // 64
 
 
 def test_last_token_of_a_prompt_is_computed_whatever_the_cache_has() -> None:
-    prompt = list(range(257))
-    assert len(prefix_keys(prompt[:256], 16)) == 1
+    prompt = list(range(129))
+    assert len(prefix_keys(prompt[:128], 16)) == 1
     assert len(prefix_keys(prompt, 16)) == 2
     assert prefix_keys([], 16) == prefix_keys([1], 16) == ()
-    assert len(prefix_keys(prompt, 256)) == 1  # blocks longer than from one landmark to the next are all landmarks
+    assert len(prefix_keys(prompt, 128)) == 1  # blocks longer than from one landmark to the next are all landmarks

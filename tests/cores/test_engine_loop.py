@@ -297,7 +297,7 @@ def cache_events(messages: list[Outbound], client: int) -> list[CacheEvents]:
 def test_who_watches_the_cache_is_told_of_steps_and_operations_and_nobody_else_is() -> None:
     rig = Rig()
     rig.inbox.put(ClientCommand(1, WatchCache(1)))
-    rig.inbox.put(ClientCommand(0, AddRequest(1, make_request(1, prompt=300, max_tokens=2))))
+    rig.inbox.put(ClientCommand(0, AddRequest(1, make_request(1, prompt=150, max_tokens=2))))
     rig.on_step = lambda step: rig.inbox.put(ClientCommand(0, UtilityCall(2, 1, "reset_prefix_cache"))) if step == 1 else None
     rig.inbox.put(Shutdown(10.0))
     messages = rig.run()

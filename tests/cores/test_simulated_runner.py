@@ -73,7 +73,7 @@ def test_the_engine_measures_the_cost_that_was_slept(tiny_model: Path) -> None:
     core.step()
     assert core.load().step_ms == pytest.approx(0.9 * 7.02 + 0.1 * 5.02)
     assert core.load().decode_tokens_per_s == pytest.approx(1 / 5.02e-3)
-    core.add_request(0, make_request(2, prompt=100, max_tokens=3))
+    core.add_request(0, make_request(2, prompt=1000, max_tokens=3))
     core.step()
     assert core.load().prefill_tokens_per_s == pytest.approx(1 / 20e-6, rel=0.02)
 

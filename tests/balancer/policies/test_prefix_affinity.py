@@ -17,7 +17,7 @@ from balancer.testing import make_request, make_view
 from cores.block_hash import prefix_keys, root_hash
 from cores.messages import CacheEvents, RankId, RankLoad
 
-BLOCK_SIZE, TOKENS_PER_KEY = 16, 128
+BLOCK_SIZE, TOKENS_PER_KEY = 16, 64
 
 
 def choose(*ranks: RankView, num_prompt_tokens: int, cached: dict[int, int], seed: int = 7) -> Choice:
@@ -102,7 +102,7 @@ def test_second_turn_follows_the_first_and_books_only_what_is_new() -> None:
     group.compute(handle, history)
     _, second = group.send([*history, *range(50)])
     assert second.rank_id == first.rank_id
-    assert second.num_cached_tokens == 7 * TOKENS_PER_KEY
+    assert second.num_cached_tokens == 15 * TOKENS_PER_KEY
     assert group.ledger.num_unreported_tokens == 1050 - second.num_cached_tokens
     group.ledger.check_invariants()
 
@@ -111,7 +111,7 @@ def test_burst_of_equal_prompts_meets_before_anything_is_computed() -> None:
     """As do the n sequences of one request."""
     group, prompt = Group(4), list(range(1000))
     assert len({group.send(prompt)[1].rank_id for _ in range(8)}) == 1
-    assert group.ledger.num_unreported_tokens == 1000 + 7 * (1000 - 7 * TOKENS_PER_KEY)
+    assert group.ledger.num_unreported_tokens == 1000 + 7 * (1000 - 15 * TOKENS_PER_KEY)
 
 
 def test_burst_of_different_prompts_spreads() -> None:
@@ -138,7 +138,7 @@ def test_pinned_request_is_booked_by_what_it_will_compute() -> None:
     group, prompt = Group(2), list(range(1000))
     _, first = group.send(prompt, pinned_rank=1)
     _, second = group.send(prompt, pinned_rank=1)
-    assert (first, second) == (Choice(RankId(1, 1), "pinned"), Choice(RankId(1, 1), "pinned", 896))
+    assert (first, second) == (Choice(RankId(1, 1), "pinned"), Choice(RankId(1, 1), "pinned", 960))
 
 
 def test_after_a_restart_nobody_counts_on_the_old_cache() -> None:

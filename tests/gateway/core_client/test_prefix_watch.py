@@ -72,13 +72,13 @@ async def test_restarted_rank_is_watched_from_its_first_word(group: FakeGroup) -
 
 @prefix_affinity
 async def test_prompt_is_known_by_its_blocks_adapter_and_salt(group: FakeGroup) -> None:
-    def keys(prompt: int = 300, **fields: object) -> tuple[int, ...]:
+    def keys(prompt: int = 150, **fields: object) -> tuple[int, ...]:
         block_keys, tokens_per_key = group.client.prefix_of(make_request(1, prompt, **fields))
-        assert tokens_per_key == 128
+        assert tokens_per_key == 64
         return tuple(block_keys)
 
-    assert len(keys(300)) == len(keys(257)) == 2
-    assert len(keys(256)) == 1
+    assert len(keys(150)) == len(keys(129)) == 2
+    assert len(keys(128)) == 1
     assert len({keys(), keys(cache_salt="a"), keys(cache_salt="b"), keys(lora_name="x", lora_id="1")}) == 4
 
 
