@@ -7,7 +7,7 @@ a runner writes the K and V of a whole batch before it reads any (`ModelRunner.e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from cores.block_hash import LANDMARK_TOKENS, BlockHash, hash_block, landmark_stride
 from cores.block_pool import BlockPool
@@ -71,13 +71,6 @@ class KVCacheManager:
     def num_blocks_to_admit(self, request: Request) -> int:
         """How many free blocks `admit` would take."""
         return self._num_taken_from_free(request, self._find_cached_prefix(request))
-
-    def num_cached_tokens(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> int:
-        """How many of a prompt's tokens, with these hashes of its full blocks, `admit` would find computed."""
-        num_blocks = 0
-        while num_blocks < (num_tokens - 1) // self.block_size and self._pool.find(block_hashes[num_blocks]) is not None:
-            num_blocks += 1
-        return num_blocks * self.block_size
 
     def _num_taken_from_free(self, request: Request, cached: list[int]) -> int:
         num_revived = sum(self._pool.is_free(block_id) for block_id in cached)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from balancer.ledger import LoadLedger
 from balancer.load import RankView, RoutingRequest
 from balancer.policy import Choice, Rotation
 from balancer.simulation.front_end import SimulatedRoutingRequest
-from cores.block_hash import BlockHash
+from cores.block_hash import BlockHash, BlockKey
 from cores.messages import RankId, RankLoad
 
 
@@ -28,8 +28,8 @@ class SnapshotLedger(LoadLedger):
         self._bumps: dict[RankId, int] = {}
         self._snapshots: dict[RankId, RankLoad] = {}
 
-    def book(self, handle: int, rank_id: RankId, num_prompt_tokens: int) -> None:
-        super().book(handle, rank_id, num_prompt_tokens)
+    def book(self, handle: int, rank_id: RankId, num_prompt_tokens: int, block_keys: Iterable[BlockKey] = ()) -> None:
+        super().book(handle, rank_id, num_prompt_tokens, block_keys)
         self._bumps[rank_id] = self._bumps.get(rank_id, 0) + self._bump
 
     def on_report(self, rank_id: RankId, step: int, command_seq: int, load: RankLoad, now: float) -> bool:

@@ -9,7 +9,7 @@ from functools import partial
 
 from balancer.ledger import LoadLedger
 from balancer.load_balancer import LoadBalancer
-from balancer.policies import POLICIES, make_policy
+from balancer.policies import POLICIES, make_policy, make_prefix_index
 from balancer.policies.vllm import Vllm
 from balancer.simulation.baselines import SglangCacheAware, SnapshotLedger
 from balancer.simulation.front_end import Reporting
@@ -47,7 +47,7 @@ def contender_names() -> list[str]:
 
 
 def _make_ours(name: str, rng: random.Random, num_front_ends: int, ranks: Ranks) -> LoadBalancer:
-    return LoadBalancer(make_policy(name, rng), LoadLedger())
+    return LoadBalancer(make_policy(name, rng), LoadLedger(make_prefix_index(name)))
 
 
 def _make_vllm(rng: random.Random, num_front_ends: int, ranks: Ranks) -> LoadBalancer:

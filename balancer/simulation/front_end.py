@@ -11,6 +11,7 @@ from balancer.load import RoutingRequest
 from balancer.load_balancer import LoadBalancer
 from balancer.simulation.rank import SimulatedRank, StepReport
 from balancer.simulation.request import SimulatedRequest
+from cores.block_hash import landmark_stride
 from cores.messages import RankId
 
 
@@ -46,12 +47,20 @@ class SimulatedFrontEnd:
         self.ledger: LoadLedger = balancer.ledger
         self._reporting = reporting
         self._lines: dict[RankId, _Line] = {}
+        self._block_size = 0  # of the ranks
 
     def add_rank(self, rank: SimulatedRank, now: float) -> None:
         config = rank.config
         self.ledger.add_rank(
-            rank.rank_id, max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs, now=now
+            rank.rank_id,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            now=now,
+            num_kv_blocks=config.num_kv_blocks,
         )
+        if self.ledger.prefix_index is not None:
+            rank.watch_cache(self.index)
+        self._block_size = config.block_size
         self._lines[rank.rank_id] = _Line(rank, rank.outboxes[self.index])
 
     def listen(self, now: float) -> None:
@@ -68,6 +77,8 @@ class SimulatedFrontEnd:
         while line.outbox and line.outbox[0].end_s <= until_s:
             report = line.outbox.popleft()
             line.loads.append(report)
+            if self.ledger.prefix_index is not None and self.index in report.cache_events:
+                self.ledger.prefix_index.on_events(report.cache_events[self.index])
             for client, handle in report.first_tokens:
                 if client == self.index:
                     self.ledger.on_first_token(handle)
@@ -84,15 +95,25 @@ class SimulatedFrontEnd:
 
     def dispatch(self, request: SimulatedRequest, eligible: Collection[RankId], now: float) -> RankId:
         """Chooses, books and sends. Raises `NoRankAvailableError`."""
-        routing = SimulatedRoutingRequest(num_prompt_tokens=request.num_prompt_tokens, request=request)
-        rank_id = self.balancer.choose(routing, eligible, now).rank_id
-        line = self._lines[rank_id]
+        routing = self._routing(request)
+        choice = self.balancer.choose(routing, eligible, now)
+        rank_id, line = choice.rank_id, self._lines[choice.rank_id]
         line.last_seq += 1
-        self.ledger.book(request.handle, rank_id, routing.num_prompt_tokens)
+        num_new_tokens = routing.num_prompt_tokens - choice.num_cached_tokens
+        self.ledger.book(request.handle, rank_id, num_new_tokens, routing.block_keys)
         self.ledger.on_sent(request.handle, line.last_seq)
         request.rank = rank_id.rank
         line.rank.submit(now, line.last_seq, request)
         return rank_id
+
+    def _routing(self, request: SimulatedRequest) -> SimulatedRoutingRequest:
+        has_index = self.ledger.prefix_index is not None
+        return SimulatedRoutingRequest(
+            num_prompt_tokens=request.num_prompt_tokens,
+            block_keys=request.landmarks(self._block_size) if has_index else (),
+            tokens_per_key=self._block_size * landmark_stride(self._block_size),
+            request=request,
+        )
 
     def is_full(self, max_requests: int | None, max_tokens: int | None, now: float) -> bool:
         """Whether admission is closed."""

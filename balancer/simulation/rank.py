@@ -18,18 +18,19 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 from balancer.simulation.request import SimulatedRequest
+from cores.cache_watch import CacheWatch
 from cores.config import SimulatedConfig
-from cores.engine_core import StepTimes
 from cores.kv_cache_manager import KVCacheManager
-from cores.messages import RankId, RankLoad
+from cores.messages import CacheEvents, RankId, RankLoad
 from cores.request import Request, RequestKey
 from cores.runner.interface import ModelRunnerOutput, SchedulerOutput
 from cores.scheduler import RequestUpdate, Scheduler, SchedulerConfig
+from cores.step_times import StepTimes
 
 MAX_STRETCH_STEPS = 256  # a bound for what is planned in vain when a command comes
 NEVER = float("inf")
@@ -55,6 +56,7 @@ class StepReport(NamedTuple):
     load: RankLoad
     first_tokens: Sequence[RequestKey]
     finished: Sequence[RequestKey]
+    cache_events: Mapping[int, CacheEvents]  # by front end, for those that watch the cache
 
 
 class _Command(NamedTuple):
@@ -107,7 +109,7 @@ class SimulatedScheduler(Scheduler):
 
     def num_cached_tokens(self, request: SimulatedRequest) -> int:
         """Of its prompt, if it were admitted now."""
-        return self.kv_cache.num_cached_tokens(request.block_hashes, request.num_prompt_tokens)
+        return self.kv_cache.num_cached_tokens(request.for_scheduler())
 
 
 def _record(request: Request) -> SimulatedRequest:
@@ -167,6 +169,7 @@ class SimulatedRank:
             kv_cache,
         )
         self._times = StepTimes()
+        self._cache_watch = CacheWatch(rank_id, kv_cache.record_changes, kv_cache.cached_landmarks)
         self._inbox: list[_Command] = []
         self._command_seqs = (0,) * num_front_ends
         self._batch: SchedulerOutput | None = None  # of the step that is being computed, if it is not part of a stretch
@@ -197,6 +200,10 @@ class SimulatedRank:
     @property
     def has_work(self) -> bool:
         return self.next_end_s < NEVER
+
+    def watch_cache(self, front_end: int) -> None:
+        """Tell this front end what comes into the prefix cache and what leaves it."""
+        self._cache_watch.watch(front_end)
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
@@ -321,12 +328,14 @@ class SimulatedRank:
     def _log_step(self, now: float, num_prompt_tokens: int, num_decodes: int) -> None:
         step_s = now - self._start_s
         self._num_steps += 1
-        self._times.add(step_s, num_prompt_tokens)
+        self._times.add(step_s, num_prompt_tokens, num_decodes)
         self.log.add(step_s, num_decodes)
 
     def _tell(self, now: float, first_tokens: Sequence[RequestKey] = (), finished: Sequence[RequestKey] = ()) -> None:
-        load = self._scheduler.load(self._times.step_ms, self._times.prefill_tokens_per_s)
-        report = StepReport(now, self._num_steps, self._command_seqs, load, first_tokens, finished)
+        times = self._times
+        load = self._scheduler.load(times.step_ms, times.prefill_tokens_per_s, times.decode_tokens_per_s)
+        events = self._cache_watch.take_events()
+        report = StepReport(now, self._num_steps, self._command_seqs, load, first_tokens, finished, events)
         for outbox in self.outboxes:
             outbox.append(report)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 from balancer.simulation.trace import TraceRequest
-from cores.block_hash import BlockHash
+from cores.block_hash import BlockHash, BlockKey, landmark_stride, to_keys
 from cores.request import Request
 from cores.sampling_params import SamplingParams
 
@@ -51,6 +52,12 @@ class SimulatedRequest:
     def num_prompt_tokens(self) -> int:
         """To be computed by the next rank: the prompt, and what has been delivered behind it."""
         return self.trace.num_prompt_tokens + self.num_output_tokens
+
+    def landmarks(self, block_size: int) -> Sequence[BlockKey]:
+        """Of what a cache may spare the next rank: one token at least is always computed."""
+        stride = landmark_stride(block_size)
+        num_landmarks = (self.num_prompt_tokens - 1) // (stride * block_size)
+        return to_keys(self.block_hashes[stride - 1 : num_landmarks * stride : stride])
 
     def on_prompt_done(self, now: float, request: Request) -> None:
         """An engine has computed all that `request` began with, and one token more."""
