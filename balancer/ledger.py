@@ -23,9 +23,12 @@ Each change costs the same however many requests are booked: sums are kept, and 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from balancer.load import RankView
+from balancer.prefix_index import PrefixIndex
+from cores.block_hash import BlockKey
 from cores.messages import RankId, RankLoad
 
 VIEW_REUSE_S = 0.01  # a report's age in a view may be this much too small
@@ -145,10 +148,12 @@ class _Account:
             num_waiting=max(0, num_waiting) + self.num_unreported,
             num_running=max(0, num_running),
             num_prefill_tokens=max(0, load.num_prefill_tokens) + self.num_unreported_tokens,
+            num_unreported_tokens=self.num_unreported_tokens,
             num_decodes=max(0, load.num_decodes - self.num_ghosts_running),
             kv_cache_usage=load.kv_cache_usage,
             step_ms=load.step_ms,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
+            decode_tokens_per_s=load.decode_tokens_per_s,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
             own_in_flight=len(self.live),
@@ -170,19 +175,33 @@ class _Account:
 
 
 class LoadLedger:
-    """Every request of this front end that a rank has, by handle, and the ranks' views that follow. One per front end."""
+    """Every request of this front end that a rank has, by handle, and the ranks' views that follow. One per front end.
 
-    def __init__(self) -> None:
+    With a `prefix_index`, the blocks that a request will leave in the rank's cache are booked and released along with it.
+    """
+
+    def __init__(self, prefix_index: PrefixIndex | None = None) -> None:
+        self.prefix_index = prefix_index
         self._accounts: dict[RankId, _Account] = {}
         self._account_of: dict[int, _Account] = {}
         self._rank_numbers: set[int] = set()
 
-    def add_rank(self, rank_id: RankId, *, max_num_batched_tokens: int, max_num_seqs: int, now: float) -> None:
+    def add_rank(
+        self,
+        rank_id: RankId,
+        *,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        now: float,
+        num_kv_blocks: int | None = None,
+    ) -> None:
         """A rank said that it is ready. `now` starts nothing: without a report there is no age."""
         if rank_id in self._accounts:
             raise ValueError(f"{rank_id} is in the ledger already")
         self._accounts[rank_id] = _Account(rank_id, max_num_batched_tokens, max_num_seqs)
         self._rank_numbers.add(rank_id.rank)
+        if self.prefix_index is not None:
+            self.prefix_index.add_rank(rank_id, num_kv_blocks)
 
     def remove_rank(self, rank_id: RankId) -> list[int]:
         """The handles that were booked there, all released now. Empty if the rank is not, or no longer, there."""
@@ -191,14 +210,19 @@ class LoadLedger:
             return []
         for handle in account.live:
             del self._account_of[handle]
+        if self.prefix_index is not None:
+            self.prefix_index.remove_rank(rank_id)
         return list(account.live)
 
-    def book(self, handle: int, rank_id: RankId, num_prompt_tokens: int) -> None:
+    def book(self, handle: int, rank_id: RankId, num_prompt_tokens: int, block_keys: Iterable[BlockKey] = ()) -> None:
+        """`num_prompt_tokens` are those that it will have to compute, `block_keys` the landmarks of all."""
         if handle in self._account_of:
             raise ValueError(f"request {handle} is booked already, on {self._account_of[handle].rank_id}")
         account = self._account(rank_id)
         account.book(_Booking(handle, num_prompt_tokens))
         self._account_of[handle] = account
+        if self.prefix_index is not None:
+            self.prefix_index.book(handle, rank_id, block_keys)
 
     def on_sent(self, handle: int, seq: int) -> None:
         account = self._account_of[handle]
@@ -219,6 +243,8 @@ class LoadLedger:
         if account is None:
             return False
         account.release(account.live[handle], abort_seq)
+        if self.prefix_index is not None:
+            self.prefix_index.release(handle)
         return True
 
     def on_report(self, rank_id: RankId, step: int, command_seq: int, load: RankLoad, now: float) -> bool:
@@ -272,3 +298,6 @@ class LoadLedger:
             account.check_invariants()
             assert all(self._account_of[handle] is account for handle in account.live)
         assert sum(len(account.live) for account in self._accounts.values()) == len(self._account_of)
+        if self.prefix_index is not None:
+            self.prefix_index.check_invariants()
+            assert self.prefix_index.booked_handles <= self._account_of.keys()

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from cores.block_hash import BlockKey
 from cores.messages import RankId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRequest:
-    """What a policy may know of a request. `num_prompt_tokens` is what has to be computed: without the expected cache hit."""
+    """What a policy may know of a request."""
 
-    num_prompt_tokens: int
+    num_prompt_tokens: int  # all of them, cached or not
     pinned_rank: int | None = None  # the caller chose (`X-data-parallel-rank`); no policy is asked
     session_id: str | None = None
     priority: int = 0  # lower first
     lora_name: str | None = None
+    block_keys: Sequence[BlockKey] = ()  # landmarks of what a cache may spare it; none where nobody asks
+    tokens_per_key: int = 0  # from one to the next
+    # Prompt tokens that a rank is expected to have cached; put in by the balancer. Ranks that have none are left out.
+    cached_tokens: Mapping[RankId, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +32,12 @@ class RankView:
     num_waiting: int
     num_running: int
     num_prefill_tokens: int  # prompt tokens still to be computed
+    num_unreported_tokens: int  # those of them that no report contains: of our own last requests
     num_decodes: int
     kv_cache_usage: float  # 0 to 1, as reported
     step_ms: float  # 0.0 until measured
     prefill_tokens_per_s: float  # 0.0 until measured
+    decode_tokens_per_s: float  # 0.0 until measured
     max_num_batched_tokens: int
     max_num_seqs: int
     own_in_flight: int  # this front end's live requests there: exact, however old the report is

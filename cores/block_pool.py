@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from cores.block_hash import BlockHash
+from cores.cache_watch import CacheChanges
 
 
 class BlockPool:
@@ -25,10 +26,15 @@ class BlockPool:
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._by_hash: dict[BlockHash, int] = {}
+        self._is_landmark = bytearray(num_blocks)  # of the blocks that have a hash
+        self.changes: CacheChanges | None = None  # where to note which landmarks can be found from now on and which no longer
 
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    def cached_landmarks(self) -> list[BlockHash]:
+        return [block_hash for block_hash, block_id in self._by_hash.items() if self._is_landmark[block_id]]
 
     def find(self, block_hash: BlockHash) -> int | None:
         """The block that holds this content, held or free."""
@@ -66,23 +72,30 @@ class BlockPool:
                 if self._hashes[block_id] is None:
                     self._free.move_to_end(block_id, last=False)
 
-    def set_hash(self, block_id: int, block_hash: BlockHash) -> None:
+    def set_hash(self, block_id: int, block_hash: BlockHash, is_landmark: bool = True) -> None:
         """The block is full and computed: from now on it can be found."""
         if self._hashes[block_id] is None and block_hash not in self._by_hash:
             self._hashes[block_id] = block_hash
             self._by_hash[block_hash] = block_id
+            self._is_landmark[block_id] = is_landmark
+            if is_landmark and self.changes is not None:
+                self.changes.on_stored(block_hash)
 
     def forget_all(self) -> None:
         """No block can be found any more. Holders keep theirs."""
         for block_id in self._by_hash.values():
             self._hashes[block_id] = None
         self._by_hash.clear()
+        if self.changes is not None:
+            self.changes.on_cleared()
 
     def _forget(self, block_id: int) -> None:
         block_hash = self._hashes[block_id]
         if block_hash is not None:
             del self._by_hash[block_hash]
             self._hashes[block_id] = None
+            if self.changes is not None and self._is_landmark[block_id]:
+                self.changes.on_evicted(block_hash)
 
     def check_invariants(self) -> None:
         assert len(self.ref_counts) == len(self._hashes) == self.num_blocks

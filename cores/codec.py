@@ -28,9 +28,10 @@ if sys.byteorder != "little":  # columns are sent as they lie in memory
     raise ImportError("the wire codec needs a little-endian machine")
 
 Message = (
-    m.Command | m.EngineReady | m.EngineCoreOutputs | m.Heartbeat | m.LoadReport | m.EngineCoreDead | m.UtilityResult
-    | m.EngineStarting | m.Shutdown | m.AttachFrontEnd | m.GroupState | m.FrontEndHello | m.FrontEndReady | m.FrontEndFailed
-    | m.RankDied | m.RankSuspected | m.RankStalled | m.AbortElsewhere | m.MemberReport | m.MemberLeft | m.GroupLoads
+    m.Command | m.EngineReady | m.EngineCoreOutputs | m.Heartbeat | m.LoadReport | m.CacheEvents | m.EngineCoreDead
+    | m.UtilityResult | m.EngineStarting | m.Shutdown | m.AttachFrontEnd | m.GroupState | m.FrontEndHello | m.FrontEndReady
+    | m.FrontEndFailed | m.RankDied | m.RankSuspected | m.RankStalled | m.AbortElsewhere | m.MemberReport | m.MemberLeft
+    | m.GroupLoads
 )  # fmt: skip
 
 
@@ -174,7 +175,7 @@ def _unpack_sampling_params(packed: Any) -> SamplingParams:
 def _pack_load(load: m.RankLoad) -> list[Any]:
     return [
         load.num_waiting, load.num_running, load.num_prefill_tokens, load.num_decodes, load.num_kv_blocks_used,
-        load.num_kv_blocks, load.step_ms, load.prefill_tokens_per_s,
+        load.num_kv_blocks, load.step_ms, load.prefill_tokens_per_s, load.decode_tokens_per_s,
     ]  # fmt: skip
 
 
@@ -270,6 +271,17 @@ _unpack_vectors = _rows(bytes)
 _unpack_pooling_params = _converter(PoolingParams)
 
 
+def _pack_cache_events(e: m.CacheEvents) -> list[Any]:
+    return [e.rank_id, e.seq, e.is_snapshot, e.stored.tobytes(), e.evicted.tobytes()]
+
+
+def _unpack_cache_events(fields: list[Any]) -> m.CacheEvents:
+    rank_id, seq, is_snapshot, stored, evicted, *_ = fields
+    return m.CacheEvents(
+        _unpack_rank_id(*rank_id), _checked(seq, int), _checked(is_snapshot, bool), _uint64s(stored), _uint64s(evicted)
+    )
+
+
 def _checked_uint32(value: Any) -> int:
     if not 0 <= _checked(value, int) < 2**32:
         raise CodecError(f"expected an unsigned 32-bit number, got {value}")
@@ -288,6 +300,12 @@ def _uint32s(data: Any) -> array[int]:
     return values
 
 
+def _uint64s(data: Any) -> array[int]:
+    values = array("Q")
+    values.frombytes(_checked(data, bytes))
+    return values
+
+
 # --- the table of kinds: a number is never used twice -----------------------------------------------------------------
 
 _Pack = Callable[[Any], Any]
@@ -302,6 +320,7 @@ _KINDS: dict[int, tuple[type, tuple[_Pack, _Unpack]]] = {
     1: (m.AddRequest, (_pack_add_request, _unpack_add_request)),
     2: (m.AbortRequests, _by_hints(m.AbortRequests)),
     3: (m.UtilityCall, _by_hints(m.UtilityCall)),
+    4: (m.WatchCache, _by_hints(m.WatchCache)),
     10: (m.EngineReady, _by_hints(m.EngineReady)),
     11: (m.EngineCoreOutputs, (_pack_outputs, _unpack_outputs)),
     12: (m.Heartbeat, _by_hints(m.Heartbeat)),
@@ -309,6 +328,7 @@ _KINDS: dict[int, tuple[type, tuple[_Pack, _Unpack]]] = {
     14: (m.EngineCoreDead, _by_hints(m.EngineCoreDead)),
     15: (m.UtilityResult, _by_hints(m.UtilityResult)),
     16: (m.EngineStarting, _by_hints(m.EngineStarting)),
+    17: (m.CacheEvents, (_pack_cache_events, _unpack_cache_events)),
     20: (m.Shutdown, _by_hints(m.Shutdown)),
     21: (m.GroupState, _by_hints(m.GroupState)),
     22: (m.AttachFrontEnd, _by_hints(m.AttachFrontEnd)),

@@ -62,6 +62,15 @@ class SimulatedConfig:
                 values[key] = value
         return cls(**values)
 
+    def step_s(self, num_prompt_tokens: int, num_seqs: int, num_context_tokens: int) -> float:
+        """How long one step takes on the modelled machine. The context counts what the step itself adds to it."""
+        return (
+            self.step_ms * 1e-3
+            + self.prefill_us * 1e-6 * num_prompt_tokens
+            + self.seq_us * 1e-6 * num_seqs
+            + self.ctx_ns * 1e-9 * num_context_tokens
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:

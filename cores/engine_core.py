@@ -6,6 +6,7 @@ import logging
 from array import array
 from collections.abc import Callable, Iterable
 
+from cores.cache_watch import CacheWatch
 from cores.config import EngineConfig
 from cores.kv_cache_manager import KVCacheManager
 from cores.lora import LoraError
@@ -28,33 +29,12 @@ from cores.request import Request
 from cores.runner.interface import ModelInfo, ModelRunner
 from cores.sampling_params import InvalidParameterError
 from cores.scheduler import RequestUpdate, Scheduler, SchedulerConfig
+from cores.step_times import StepTimes
 from cores.utilities import Utilities
 
 logger = logging.getLogger(__name__)
 
 MAX_PROMPT_LOGITS = 2**26  # of one step, for log-probabilities of prompts: 256 MiB of float32
-EWMA_WEIGHT = 0.1  # of the newest step: half of what is remembered is younger than 7 steps
-
-
-class StepTimes:
-    """Moving averages over steps. The prefill rate is tokens over seconds, not a mean of rates: small chunks weigh little."""
-
-    def __init__(self) -> None:
-        self.step_ms = 0.0
-        self._prefill_tokens = 0.0
-        self._prefill_s = 0.0
-
-    def add(self, step_s: float, num_prefill_tokens: int) -> None:
-        weight = EWMA_WEIGHT if self.step_ms else 1.0
-        self.step_ms += weight * (step_s * 1e3 - self.step_ms)
-        if num_prefill_tokens:
-            weight = EWMA_WEIGHT if self._prefill_s else 1.0
-            self._prefill_tokens += weight * (num_prefill_tokens - self._prefill_tokens)
-            self._prefill_s += weight * (step_s - self._prefill_s)
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        return self._prefill_tokens / self._prefill_s if self._prefill_s else 0.0
 
 
 class EngineCore:
@@ -85,6 +65,7 @@ class EngineCore:
             kv_cache,
         )
         self.loras = LoraOperations(runner, self._scheduler, max_loras)
+        self.cache_watch = CacheWatch(rank_id, kv_cache.record_changes, kv_cache.cached_landmarks)
         self._times = StepTimes()
         self._ended: list[tuple[int, int, Finished]] = []  # (client, handle, how) of requests that ended outside a step
         self.operations = Operations(
@@ -116,7 +97,8 @@ class EngineCore:
         return self.operations.standstill.state
 
     def load(self) -> RankLoad:
-        return self._scheduler.load(self._times.step_ms, self._times.prefill_tokens_per_s)
+        times = self._times
+        return self._scheduler.load(times.step_ms, times.prefill_tokens_per_s, times.decode_tokens_per_s)
 
     def stats(self) -> SchedulerStats:
         return self._scheduler.stats()
@@ -190,6 +172,7 @@ class EngineCore:
         self._ended = [ended for ended in self._ended if ended[0] != client]
         self.command_seqs.pop(client, None)
         self._utilities.forget_client(client)
+        self.cache_watch.forget(client)
 
     def call_utility(self, call: UtilityCall, client: int = 0) -> UtilityResult | None:
         """Runs a rare operation by name. None: it takes steps, and its result is among a later `take_late_results`."""
@@ -209,7 +192,7 @@ class EngineCore:
             batch = self._scheduler.schedule(start)
             updates = self._scheduler.update(batch, self._runner.execute(batch))
             self.step_count += 1
-            self._times.add(self._clock() - start, batch.num_tokens - batch.num_decodes)
+            self._times.add(self._clock() - start, batch.num_tokens - batch.num_decodes, batch.num_decodes)
             self.loras.drop_unused()
         return self._make_outputs(updates)
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cores.config import FrontEndAddress
 from cores.engine_core import EngineCore
 from cores.messages import (
     AbortRequests,
     AddRequest,
+    CacheEvents,
     Command,
     EngineCoreOutputs,
     EngineState,
@@ -23,6 +24,7 @@ from cores.messages import (
     Shutdown,
     UtilityCall,
     UtilityResult,
+    WatchCache,
 )
 
 MAX_COMMANDS_PER_STEP = 512  # a flood of requests may delay a step by some ten milliseconds, no more
@@ -73,10 +75,11 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True)
 class LoopTurn:
-    """One turn of the loop: the state after it, and outputs by front end."""
+    """One turn of the loop: the state after it, and by front end its outputs and what happened to the cache."""
 
     status: EngineStatus
     outputs: dict[int, EngineCoreOutputs]
+    cache_events: dict[int, CacheEvents] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ class EngineLoop:
     def _turn(self) -> None:
         outputs = self._core.step()
         late_results = self._core.take_late_results()  # what they do, the status must know
-        self._outbox.put(LoopTurn(self.status(), outputs))
+        self._outbox.put(LoopTurn(self.status(), outputs, self._core.cache_watch.take_events()))
         for client, result in late_results:
             self._outbox.put(UtilityReply(client, result))
 
@@ -184,6 +187,9 @@ class EngineLoop:
                 self._core.abort_requests(client, handles)
             case UtilityCall():
                 self._operate(client, command)
+            case WatchCache():
+                self._core.cache_watch.watch(client)
+                self._outbox.put(LoopTurn(self.status(), {}, self._core.cache_watch.take_events()))
         self._core.note_command(client, command.seq)
 
     def _operate(self, client: int, call: UtilityCall) -> None:
@@ -191,6 +197,6 @@ class EngineLoop:
         self._outbox.put(LoopTurn(self.status(is_operating=True), {}))
         result = self._core.call_utility(call, client)
         # The state before the answer: whoever has read that the engine is paused must not hear that it is ready.
-        self._outbox.put(LoopTurn(self.status(), {}))
+        self._outbox.put(LoopTurn(self.status(), {}, self._core.cache_watch.take_events()))
         if result is not None:
             self._outbox.put(UtilityReply(client, result))

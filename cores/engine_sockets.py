@@ -298,6 +298,8 @@ class OutputThread(threading.Thread):
         if (old.state, old.weight_version) != (turn.status.state, turn.status.weight_version):
             for pipe in self._pipes.values():  # every front end must know before it reads on
                 self._put(pipe, encode(self._make_report("heartbeat", pipe.client)))
+        for client, events in turn.cache_events.items():  # before the outputs, which may end what was to store these blocks
+            self._put(self._pipes[client], encode(events))
         for client, outputs in turn.outputs.items():
             pipe = self._pipes[client]
             self._put(pipe, encode(outputs))

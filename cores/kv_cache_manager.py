@@ -9,16 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cores.block_hash import hash_block
+from cores.block_hash import LANDMARK_TOKENS, BlockHash, hash_block, landmark_stride
 from cores.block_pool import BlockPool
+from cores.cache_watch import CacheChanges
 from cores.request import Request
 
 
 class KVCacheManager:
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        landmark_tokens: int = LANDMARK_TOKENS,
+    ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._pool = BlockPool(num_blocks)
+        self._stride = landmark_stride(block_size, landmark_tokens)
         self._generation = 0  # of the cache: a reset starts the next, and what was computed before it never enters
 
     @property
@@ -56,6 +64,10 @@ class KVCacheManager:
         request.cache_generation = self._generation
         return True
 
+    def num_cached_tokens(self, request: Request) -> int:
+        """Of a waiting request: what `admit` would count as computed."""
+        return len(self._find_cached_prefix(request)) * self.block_size
+
     def num_blocks_to_admit(self, request: Request) -> int:
         """How many free blocks `admit` would take."""
         return self._num_taken_from_free(request, self._find_cached_prefix(request))
@@ -85,7 +97,7 @@ class KVCacheManager:
         if self.enable_prefix_caching and request.cache_generation == self._generation:
             self._extend_hashes(request, num_full)
             for i in range(request.num_cached_blocks, num_full):
-                self._pool.set_hash(request.block_ids[i], request.block_hashes[i])
+                self._pool.set_hash(request.block_ids[i], request.block_hashes[i], (i + 1) % self._stride == 0)
         request.num_cached_blocks = num_full
 
     def free(self, request: Request) -> None:
@@ -99,6 +111,13 @@ class KVCacheManager:
         """Forgets everything cached. Running requests keep their blocks, which do not enter the new cache."""
         self._pool.forget_all()
         self._generation += 1
+
+    def record_changes(self, changes: CacheChanges | None) -> None:
+        """From now on notes there which landmarks can be found and which no longer; None: notes nothing."""
+        self._pool.changes = changes
+
+    def cached_landmarks(self) -> list[BlockHash]:
+        return self._pool.cached_landmarks()
 
     def _find_cached_prefix(self, request: Request) -> list[int]:
         """Blocks of the longest cached prefix that leaves at least one token to compute: its logits choose the next one."""

@@ -67,12 +67,13 @@ class RankLoad:
 
     num_waiting: int = 0  # requests with no token computed yet, preempted ones included
     num_running: int = 0
-    num_prefill_tokens: int = 0  # prompt tokens of all its requests still to be computed (cached ones are not counted)
+    num_prefill_tokens: int = 0  # prompt tokens of all its requests still to be computed; not those that the cache has
     num_decodes: int = 0  # running sequences whose prompt is done
     num_kv_blocks_used: int = 0  # held by requests; cached blocks that nobody holds count as free
     num_kv_blocks: int = 0
     step_ms: float = 0.0  # EWMA of the time of one step
-    prefill_tokens_per_s: float = 0.0  # EWMA over steps that computed prompt tokens; 0.0 until measured
+    prefill_tokens_per_s: float = 0.0  # what each prompt token adds to a step, as a rate; EWMA, 0.0 until measured
+    decode_tokens_per_s: float = 0.0  # of steps without prompt tokens, all their sequences together; EWMA
 
     @property
     def kv_cache_usage(self) -> float:
@@ -137,7 +138,14 @@ class UtilityCall:
     args: tuple[Any, ...] = ()
 
 
-Command = AddRequest | AbortRequests | UtilityCall
+@dataclass(frozen=True, slots=True)
+class WatchCache:
+    """From now on send `CacheEvents`, beginning with a snapshot. Once more: begin again."""
+
+    seq: int
+
+
+Command = AddRequest | AbortRequests | UtilityCall | WatchCache
 
 # --- engine core → front end (`EngineReady` and `EngineCoreDead` also → launcher) --------------------------------------
 
@@ -242,6 +250,20 @@ class LoadReport:
     step: int
     command_seq: int
     load: RankLoad
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvents:
+    """Which landmarks have come into a rank's prefix cache and which have left it, for a front end that watches (`WatchCache`).
+
+    Sent before the outputs of the same step. One that came and left in between is among those that left.
+    """
+
+    rank_id: RankId
+    seq: int  # counted by 1 per front end: a gap means that the reader must watch anew
+    is_snapshot: bool  # `stored` is all that there is, whatever was said before
+    stored: array[int]  # uint64: `BlockKey`s, in no order
+    evicted: array[int]  # uint64
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ class Request:
 
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
+    num_expected_tokens: int = 0  # until it is admitted: what the prefix cache had of it when it came
     num_cached_tokens: int = 0  # of the first admission: prompt tokens found in the prefix cache
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)  # of the full blocks, as far as they were needed
@@ -97,6 +98,10 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_tokens_to_compute(self) -> int:
+        return len(self.token_ids) - max(self.num_computed_tokens, self.num_expected_tokens)
 
     @property
     def num_tokens_to_come(self) -> int:

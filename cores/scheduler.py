@@ -125,10 +125,10 @@ class Scheduler:
         """Adapters of all requests, waiting ones too."""
         return {request.lora_id for request in self._requests.values() if request.lora_id is not None}
 
-    def load(self, step_ms: float = 0.0, prefill_tokens_per_s: float = 0.0) -> RankLoad:
+    def load(self, step_ms: float = 0.0, prefill_tokens_per_s: float = 0.0, decode_tokens_per_s: float = 0.0) -> RankLoad:
         return RankLoad(
             len(self._waiting), len(self._running), self._num_prefill_tokens, self._num_decodes,
-            self.kv_cache.num_blocks_used, self.kv_cache.num_blocks, step_ms, prefill_tokens_per_s,
+            self.kv_cache.num_blocks_used, self.kv_cache.num_blocks, step_ms, prefill_tokens_per_s, decode_tokens_per_s,
         )  # fmt: skip
 
     def stats(self) -> SchedulerStats:
@@ -153,6 +153,8 @@ class Scheduler:
             request.status = RequestStatus.FINISHED
             return refusal
         self._requests[request.key] = request
+        # Else a queue of chats that are nearly all cached would look long to a balancer, and repel those that belong here.
+        request.num_expected_tokens = self.kv_cache.num_cached_tokens(request)
         self._waiting.add(request)
         self._count(request, 1)
         return None
@@ -292,6 +294,8 @@ class Scheduler:
             # One spare block for each running sequence, which will soon ask for it: else we admit now and preempt a step later.
             self._count(request, -1)
             admitted = self.kv_cache.admit(request, num_spare=len(self._running))
+            if admitted:
+                request.num_expected_tokens = 0  # now it is known
             self._count(request, 1)  # less by what the cache had
             if not admitted:
                 break
@@ -410,7 +414,7 @@ class Scheduler:
         if request.is_decoding or request.num_computed_tokens == request.num_tokens:
             self._num_decodes += sign
         else:
-            self._num_prefill_tokens += sign * (request.num_tokens - request.num_computed_tokens)
+            self._num_prefill_tokens += sign * request.num_tokens_to_compute
 
     def check_invariants(self) -> None:
         waiting, running = list(self._waiting), list(self._running)
@@ -423,9 +427,7 @@ class Scheduler:
         assert len(running) <= self._max_num_running
         self.loras.check_invariants(r.lora_id for r in running if r.lora_id is not None)
         assert self._num_decodes == sum(r.is_decoding for r in running)
-        assert self._num_prefill_tokens == sum(
-            r.num_tokens - r.num_computed_tokens for r in waiting + running if not r.is_decoding
-        )
+        assert self._num_prefill_tokens == sum(r.num_tokens_to_compute for r in waiting + running if not r.is_decoding)
         self.kv_cache.check_invariants(running)
 
 

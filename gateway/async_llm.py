@@ -104,6 +104,7 @@ class AsyncLLM(EngineClient):
         self.stats = StatLoggers(self.output_processor)
         core_client.ranks.before_serving = self._restore
         core_client.on_abort = self.sender.abort
+        core_client.on_bound = lambda handle, rank_id: self.output_processor.set_rank(handle, rank_id.rank)
         self._own_run_directory: str | None = None
         self._warnings: set[str] = set()  # that have been said: each once
 
@@ -227,6 +228,7 @@ class AsyncLLM(EngineClient):
         cache_salt: str | None = None,
         reasoning_ended: bool | None = None,
         reasoning_parser_kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         unused = {
             "kv_hints": kv_hints, "reasoning_ended": reasoning_ended, "reasoning_parser_kwargs": reasoning_parser_kwargs,
@@ -237,7 +239,7 @@ class AsyncLLM(EngineClient):
         options = RequestOptions(
             request_id=request_id, prompt_text=prompt_text, priority=priority, data_parallel_rank=data_parallel_rank,
             session_id=session_id, lora_name=lora_request, cache_salt=cache_salt,
-            trace_headers=self._kept(trace_headers), tokenization_kwargs=tokenization_kwargs,
+            trace_headers=self._kept(trace_headers), tokenization_kwargs=tokenization_kwargs, timeout_s=timeout_s,
         )  # fmt: skip
         if isinstance(prompt, AsyncIterator):
             return self._answer_pieces(prompt, sampling_params, options)
@@ -261,6 +263,7 @@ class AsyncLLM(EngineClient):
         self.check_admission(num_sequences=0)
         processed = await self.input_processor.process(prompt, sampling_params, options.tokenization_kwargs)
         internal_id, collector = self.sender.send(processed, options)
+        deadline = self.sender.set_deadline(internal_id, options.timeout_s)
         finished = False
         try:
             while not finished:
@@ -271,6 +274,7 @@ class AsyncLLM(EngineClient):
             finished = True  # the request has had its end: there is nothing to abort
             raise
         finally:
+            deadline.cancel()
             if not finished:
                 self.sender.abort(internal_id)
 
@@ -304,16 +308,18 @@ class AsyncLLM(EngineClient):
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
         prompt_text: str | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         options = RequestOptions(
             request_id=request_id, prompt_text=prompt_text, priority=priority, data_parallel_rank=data_parallel_rank,
-            session_id=session_id, pooling_params=pooling_params,
+            session_id=session_id, pooling_params=pooling_params, timeout_s=timeout_s,
             trace_headers=self._kept(trace_headers),
         )  # fmt: skip
         self.model_config.check_task("embed")
         self.check_admission(num_sequences=0)
         processed = await self.input_processor.process_pooling(prompt, pooling_params)
         internal_id, collector = self.sender.send(processed, options)
+        deadline = self.sender.set_deadline(internal_id, timeout_s)
         ended = False
         try:
             output = await collector.get()
@@ -322,6 +328,7 @@ class AsyncLLM(EngineClient):
             ended = True
             raise
         finally:
+            deadline.cancel()
             if not ended:
                 self.sender.abort(internal_id)
         yield to_pooling_output(output)
@@ -430,7 +437,7 @@ class AsyncLLM(EngineClient):
             index=self.core_client.place.index,
             pid=os.getpid(),
             in_flight=self.output_processor.num_unfinished,
-            queued=self.failover.num_waiting,
+            queued=self.failover.num_waiting + client.num_queued,
             event_loop_lag_ms=self.loop_lag.worst_ms,
         )
         totals = Totals(
@@ -439,10 +446,12 @@ class AsyncLLM(EngineClient):
             failed=counters.failed,
             rejected=self.admission.num_rejected,
             moved=self.failover.num_moved,
+            expired=self.sender.num_expired,
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
         )
-        policy = self.config.balancer.load_balancing_policy if len(ranks) > 1 else "none"
+        balancer = self.config.balancer
+        policy = balancer.load_balancing_policy if len(ranks) > 1 else "none"
         return StatusSnapshot(
             version=__version__,
             mode=type(client).__name__,
@@ -452,7 +461,7 @@ class AsyncLLM(EngineClient):
             front_ends=(front_end,),
             ranks=ranks,
             totals=totals,
-            balancer=BalancerStatus(policy=policy, dispatch="early", signal_age_ms=max(ages, default=None)),
+            balancer=BalancerStatus(policy=policy, dispatch=balancer.dispatch, signal_age_ms=max(ages, default=None)),
             events=client.events.events(now),
             group=client.group_status(now),
             max_loras=self.config.engine.max_loras if self.loras.is_enabled else 0,

@@ -83,10 +83,17 @@ class ParallelConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalancerConfig:
     load_balancing_policy: str = opt(DEFAULT_POLICY, "how a rank is chosen")
+    dispatch: Literal["early", "late"] = opt(
+        "early", "bind a request to a rank when it comes, or when the rank has room for it"
+    )
+    dispatch_order: Literal["fcfs", "shortest"] = opt("fcfs", "of requests that wait for a rank, with --dispatch late")
 
     def __post_init__(self) -> None:
         from balancer.policies import POLICIES
 
+        check_fields(self)
+        if self.dispatch == "early" and self.dispatch_order != "fcfs":
+            raise ConfigError(f"--dispatch-order {self.dispatch_order} needs --dispatch late: else requests wait in the ranks")
         if self.load_balancing_policy not in POLICIES:
             raise ConfigError(
                 f"--load-balancing-policy must be one of {', '.join(POLICIES)}, got {self.load_balancing_policy!r}"
@@ -144,5 +151,7 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.balancer.dispatch == "late" and len(self.parallel.ranks) == 1:
+            raise ConfigError("--dispatch late needs several ranks behind this endpoint (--data-parallel-size of 2 or more)")
         if taken := parse_lora_modules(self.engine.lora_modules).keys() & set(self.server.served_model_name):
             raise ConfigError(f"--lora-modules: {min(taken)!r} is a name of the model itself (--served-model-name)")

@@ -159,6 +159,7 @@ class EngineClient(Operations):
         cache_salt: str | None = None,
         reasoning_ended: bool | None = None,
         reasoning_parser_kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Streams the outputs of one request; the last one is `finished`, and there is always exactly one such end or an error.
 
@@ -171,11 +172,12 @@ class EngineClient(Operations):
         * `trace_headers`: W3C trace context of the caller; dropped, with one warning, where no traces endpoint is configured.
         * `priority`: lower is sooner, with `--scheduling-policy priority`.
         * `data_parallel_rank`: this rank and no other; `session_id`: what requests of one conversation have in common.
+        * `timeout_s`: a request that has a sequence without a token by then ends.
         * `prompt_text`: what `prompt` ids were made from. `cache_salt`: only requests with the same share prefixes.
         * `kv_hints`, `reasoning_ended`, `reasoning_parser_kwargs`: taken and without effect yet, which the log says once.
 
         Raises `InvalidRequestError` before any token, `OverloadedError` when there is no room, `EngineGenerateError` when this
-        request fails, `EngineDeadError` when its rank dies and it cannot go on.
+        request fails, `EngineDeadError` when its rank dies and it cannot go on, `DeadlineExceededError` when its time is over.
         """
 
     @abstractmethod
@@ -207,6 +209,7 @@ class EngineClient(Operations):
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
         prompt_text: str | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """One vector of one prompt, from an embedding model: its one output, or an error. All else as with `generate`."""
 

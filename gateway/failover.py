@@ -59,7 +59,8 @@ class Failover:
                 raise
             self._waiting[sent.request.handle] = _Waiting(sent, self._clock())
         else:
-            self._outputs.set_rank(sent.request.handle, rank_id.rank)
+            if rank_id is not None:  # else `on_bound` will say
+                self._outputs.set_rank(sent.request.handle, rank_id.rank)
 
     def drop(self, handles: Iterable[int]) -> None:
         """These have ended: clients come and go while no rank does, and must leave nothing here."""
@@ -110,7 +111,8 @@ class Failover:
         except GatewayError as error:
             self._fail(handle, error)
         else:
-            self._outputs.set_rank(handle, rank_id.rank)
+            if rank_id is not None:
+                self._outputs.set_rank(handle, rank_id.rank)
 
     def _fail(self, handle: int, error: GatewayError) -> None:
         siblings = self._outputs.fail([handle], error)
@@ -136,4 +138,4 @@ def continued(sent: SentRequest, accepted: Sequence[int]) -> SentRequest:
     # A pin was to a rank that is gone: going on matters more.
     routing = dataclasses.replace(sent.routing, num_prompt_tokens=len(prompt), pinned_rank=None)
     request = dataclasses.replace(request, prompt_token_ids=prompt, sampling_params=params)
-    return SentRequest(request, routing, sent.num_moves + 1)
+    return dataclasses.replace(sent, request=request, routing=routing, num_moves=sent.num_moves + 1)

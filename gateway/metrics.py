@@ -181,6 +181,7 @@ _TOTAL_ROWS = (
     _Row("requests_aborted", "Requests aborted.", CounterMetricFamily, lambda t: t.aborted),
     _Row("requests_failed", "Requests ended by an error.", CounterMetricFamily, lambda t: t.failed),
     _Row("requests_moved", "Moves of requests to another rank.", CounterMetricFamily, lambda t: t.moved),
+    _Row("requests_expired", "Requests without a token by their deadlines.", CounterMetricFamily, lambda t: t.expired),
     _Row("admission_rejections", "Requests refused for want of room.", CounterMetricFamily, lambda t: t.rejected),
 )
 

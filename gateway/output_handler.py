@@ -79,6 +79,7 @@ class OutputHandler:
                     self._failover.resume()
                 case EngineFailed(cause):
                     self._failover.forget()
+                    self._core_client.forget_queued()
                     self._outputs.fail_all(EngineDeadError(f"the engine is dead: {cause}", cause=cause))
 
     async def _on_outputs(self, outputs: EngineCoreOutputs) -> None:

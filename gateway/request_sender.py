@@ -5,6 +5,7 @@ Nothing is awaited between registering and sending: a failed send undoes both, a
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 import uuid
@@ -18,7 +19,7 @@ from cores.pooling_params import PoolingParams
 from gateway.admission import Admission, Usage
 from gateway.core_client import AsyncMPClient
 from gateway.core_client.base import SentRequest
-from gateway.errors import OverloadedError
+from gateway.errors import DeadlineExceededError, OverloadedError
 from gateway.failover import Failover
 from gateway.input_processor import ProcessedInput, check_options
 from gateway.lora_manager import LoraManager
@@ -41,6 +42,15 @@ class RequestOptions:
     pooling_params: PoolingParams | None = None
     trace_headers: Mapping[str, str] | None = None
     tokenization_kwargs: Mapping[str, Any] | None = None
+    timeout_s: float | None = None  # to the first token of each of its sequences
+
+
+class _NoDeadline:
+    def cancel(self) -> None:
+        pass
+
+
+NO_DEADLINE = _NoDeadline()
 
 
 class RequestSender:
@@ -56,6 +66,7 @@ class RequestSender:
         clock: Callable[[], float],
     ) -> None:
         self.num_requests = 0
+        self.num_expired = 0  # requests that had no token by their deadlines
         self.on_sent: Callable[[EngineCoreRequest, str | None], None] | None = None  # for the log: the request and its text
         self._core_client = core_client
         self._outputs = outputs
@@ -93,8 +104,11 @@ class RequestSender:
             lora_id=None if lora is None else lora.id,
             pooling_params=options.pooling_params,
         )
+        block_keys, tokens_per_key = self._core_client.prefix_of(request)
         routing = RoutingRequest(
             num_prompt_tokens=num_tokens,
+            block_keys=block_keys,
+            tokens_per_key=tokens_per_key,
             pinned_rank=options.data_parallel_rank,
             session_id=options.session_id,
             priority=options.priority,
@@ -102,21 +116,22 @@ class RequestSender:
         )
         collector = RequestOutputCollector(params.output_kind)
         prompt_text = options.prompt_text or processed.prompt_text
-        self._send_all(request, routing, collector, options, prompt_text)
+        now = self._clock()
+        deadline_s = None if options.timeout_s is None else now + options.timeout_s
+        self._send_all(SentRequest(request, routing, arrived_s=now, deadline_s=deadline_s), collector, options, prompt_text)
         if self.on_sent is not None:
             self.on_sent(request, prompt_text)
         return request.request_id, collector
 
     def _send_all(
         self,
-        request: EngineCoreRequest,
-        routing: RoutingRequest,
+        sent: SentRequest,
         collector: RequestOutputCollector,
         options: RequestOptions,
         prompt_text: str | None,
     ) -> None:
         """Registers and sends all sequences of a request, or none. Must not be split by an await: see the module."""
-        params = request.sampling_params
+        request, params = sent.request, sent.request.sampling_params
         parent = ParentRequest(request.request_id, params) if params.n > 1 else None
         handles: list[int] = []
         try:
@@ -133,13 +148,13 @@ class RequestSender:
                     sink=collector,
                     parent=parent,
                     index=index,
-                    arrival_s=self._clock(),
+                    arrival_s=sent.arrived_s,
                     lora_name=request.lora_name,
                     trace_headers=options.trace_headers,
                 )
                 handles.append(handle)
                 child = dataclasses.replace(request, handle=handle, sampling_params=child_params)
-                self._failover.send(SentRequest(child, routing))
+                self._failover.send(dataclasses.replace(sent, request=child))
         except BaseException as error:
             self._outputs.remove(handles)
             self.leave_ranks(handles)  # those that were sent
@@ -147,6 +162,21 @@ class RequestSender:
                 self._admission.num_rejected += 1
             raise
         self.num_requests += 1
+
+    def set_deadline(self, internal_id: str, timeout_s: float | None) -> asyncio.TimerHandle | _NoDeadline:
+        if timeout_s is None:
+            return NO_DEADLINE
+        return asyncio.get_running_loop().call_later(timeout_s, self._expire, internal_id, timeout_s)
+
+    def _expire(self, internal_id: str, timeout_s: float) -> None:
+        """The request's time is over. What has its first token by now was served in time, however long it takes from here."""
+        handles = self._outputs.handles_of(internal_id)
+        if all(self._outputs.accepted_token_ids(handle) for handle in handles):
+            return
+        self.num_expired += 1
+        self.leave_ranks(handles)
+        error = DeadlineExceededError(f"no token within the request's timeout of {1000 * timeout_s:.0f} ms")
+        self._outputs.fail(handles, error)
 
     def abort(self, request_id: str) -> None:
         """Ends the requests of that external or internal id."""

@@ -59,6 +59,7 @@ class Totals:
     failed: int = 0
     rejected: int = 0
     moved: int = 0
+    expired: int = 0  # of `failed`: no token by their deadlines
     prompt_tokens: int = 0
     generation_tokens: int = 0
 

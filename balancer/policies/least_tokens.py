@@ -10,10 +10,10 @@ are put into the same unit:
   shares its whole life with them, not only the wait for its first token, so one counts as `SEQUENCE_TOKENS`.
 * **KV cache.** Near the end of the cache a prompt waits for blocks, or takes them from others. From `KV_FREE` on this rises
   to one full step's tokens at a full cache.
-* **Speed.** A slow rank's tokens count more. Its measured rate also depends on how full its steps were: tiny prompts in
-  otherwise empty steps measure many times less than long ones, on the same machine. Taken at its word the rate would feed on
-  itself (the busier rank measures faster and gets more), so only a rate far below the best counts, and at most twofold;
-  the queue that grows on a slow rank does the rest. Ranks without such evidence tie exactly, and take turns.
+* **Speed.** A slow rank's tokens count more, by its measured prefill rate beside the group's best. That rate is of prompt
+  tokens alone (`cores.step_times`), so it does not rise with how full a rank's steps are and cannot feed on itself. It is noisy
+  all the same: up to `RATE_NOISE` it counts for nothing, and equal ranks tie exactly and take turns. A rank whose rate is not
+  known is taken for a good one.
 
 When the report behind the winner is old, everybody who holds it would herd to the same rank. Then the better of two random
 ranks by our own requests, which we know exactly, takes its place.
@@ -30,8 +30,8 @@ from balancer.policy import Choice, Rotation, sample_two
 
 SEQUENCE_TOKENS = 32  # in a simulation of four traces 16 to 64 were alike; 1 cost latency per token, 256 cost first tokens
 KV_FREE = 0.8
-RATE_NOISE = 4.0  # the best rate over a rank's own, up to which it says nothing about the rank
-MAX_SLOWNESS = 2.0
+RATE_NOISE = 1.5  # the best rate over a rank's own, up to which it says nothing about the rank
+MAX_SLOWNESS = 10.0
 MAX_REPORT_AGE_S = 1.5  # three heartbeats missed
 
 
@@ -39,16 +39,26 @@ class LeastTokens:
     name: ClassVar[str] = "least_tokens"
 
     def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-        self._rotation = Rotation(rng)
+        self._choice = LeastCost(rng)
 
     def choose(self, request: RoutingRequest, ranks: Sequence[RankView], now: float) -> Choice:
         best_rate = max(view.prefill_tokens_per_s for view in ranks)
         costs = [expected_tokens(view, request.num_prompt_tokens, best_rate) for view in ranks]
+        return self._choice.choose(costs, ranks, self.name)
+
+
+class LeastCost:
+    """The rank of the least cost, unless what is known of it is old."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._rotation = Rotation(rng)
+
+    def choose(self, costs: Sequence[float], ranks: Sequence[RankView], reason: str) -> Choice:
         winner = ranks[self._rotation.pick_least(costs)]
         if winner.report_age_s is not None and winner.report_age_s > MAX_REPORT_AGE_S:
             return self._choose_by_own(ranks)
-        return Choice(winner.rank_id, self.name)
+        return Choice(winner.rank_id, reason)
 
     def _choose_by_own(self, ranks: Sequence[RankView]) -> Choice:
         first, second = (ranks[index] for index in sample_two(self._rng, len(ranks)))
@@ -56,7 +66,7 @@ class LeastTokens:
         return Choice(better.rank_id, "old_report")
 
 
-def expected_tokens(view: RankView, num_prompt_tokens: int, best_rate: float) -> float:
+def expected_tokens(view: RankView, num_prompt_tokens: float, best_rate: float) -> float:
     """What stands between a new request and its first token there, in tokens at the speed of the group's best rank."""
     tokens: float = view.num_prefill_tokens + num_prompt_tokens + SEQUENCE_TOKENS * view.num_requests
     if view.kv_cache_usage > KV_FREE:
@@ -66,6 +76,6 @@ def expected_tokens(view: RankView, num_prompt_tokens: int, best_rate: float) ->
 
 
 def _slowness(rate: float, best_rate: float) -> float:
-    if rate <= 0.0:  # not measured yet
+    if rate * RATE_NOISE >= best_rate or rate <= 0.0:
         return 1.0
-    return min(MAX_SLOWNESS, max(1.0, best_rate / (RATE_NOISE * rate)))
+    return min(MAX_SLOWNESS, best_rate / rate)

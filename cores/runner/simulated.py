@@ -201,16 +201,10 @@ def _certain(token_id: int, num_top: int) -> TokenLogprobs:
 
 def step_cost_s(cost: SimulatedConfig, batch: SchedulerOutput) -> float:
     """How long one step takes on the modelled machine."""
-    num_prompt_tokens = batch.num_tokens - batch.num_decodes
     num_context_tokens = 0
     if cost.ctx_ns:
         num_context_tokens = sum(s.request.num_computed_tokens + s.num_tokens for s in batch.scheduled)
-    return (
-        cost.step_ms * 1e-3
-        + cost.prefill_us * 1e-6 * num_prompt_tokens
-        + cost.seq_us * 1e-6 * len(batch.scheduled)
-        + cost.ctx_ns * 1e-9 * num_context_tokens
-    )
+    return cost.step_s(batch.num_tokens - batch.num_decodes, len(batch.scheduled), num_context_tokens)
 
 
 def num_kv_blocks(config: EngineConfig, max_model_len: int, block_size: int = DEFAULT_BLOCK_SIZE) -> int:

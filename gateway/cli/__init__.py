@@ -19,6 +19,7 @@ COMMANDS = {
     "serve": "serve a model: an OpenAI-compatible endpoint over one or more engine cores",
     "status": "show how a running endpoint and its ranks are",
     "bench": "put load on an endpoint and measure it",
+    "simulate": "load balancing policies on a trace, in virtual time",
     "models": "the models that have a name: list, pull, path",
 }
 

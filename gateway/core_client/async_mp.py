@@ -21,6 +21,7 @@ import zmq
 
 from balancer.ledger import LoadLedger
 from balancer.load import RoutingRequest
+from balancer.policy import Choice
 from balancer.rank_health import RankState
 from cores import messages as m
 from cores.codec import CodecError, Message, decode, encode
@@ -53,12 +54,19 @@ READY_MARGIN_S = 30.0  # the launcher's own bound strikes first, with the engine
 class AsyncMPClient(EngineCoreClient):
     """Every request goes to the one rank of this endpoint."""
 
-    def __init__(self, config: GatewayConfig, place: FrontEndPlace, clock: Callable[[], float] = time.monotonic) -> None:
-        self.ledger = LoadLedger()
+    def __init__(
+        self,
+        config: GatewayConfig,
+        place: FrontEndPlace,
+        clock: Callable[[], float] = time.monotonic,
+        ledger: LoadLedger | None = None,
+    ) -> None:
+        self.ledger = ledger or LoadLedger()
         self.num_malformed_frames = 0
         self.num_stale_frames = 0
         self.on_shutdown: Callable[[float], None] = lambda timeout_s: None  # the launcher's order; set by the front end
         self.on_abort: Callable[[str], None] = lambda request_id: None  # another front end was asked to; set by `AsyncLLM`
+        self.on_bound: Callable[[int, m.RankId], None] = lambda handle, rank_id: None  # a request that waited here was sent
         self._config = config
         self.place = place
         self._clock = clock
@@ -69,6 +77,7 @@ class AsyncMPClient(EngineCoreClient):
         self.ranks = Ranks(
             config, place.life, self.ledger, clock,
             put=self._received.put_nowait, tell_launcher=self._tell_launcher, read_all=self._outputs.drain_now,
+            on_serving=self._on_serving,
         )  # fmt: skip
         self.link = LauncherLink(self._context, self.ranks.on_group_state, self._on_shutdown, self._on_abort)
         self.embedded: EmbeddedLauncher | None = None
@@ -137,12 +146,18 @@ class AsyncMPClient(EngineCoreClient):
         self._last_handle += 1
         return self._last_handle
 
-    def add_request(self, sent: SentRequest) -> m.RankId:
+    def add_request(self, sent: SentRequest) -> m.RankId | None:
         # Atomic on the loop: choosing, booking and sending must not be split by an await, or a burst would choose alike.
-        request, now = sent.request, self._clock()
-        rank_id = self._choose(sent.routing, now)
-        rank = self.ranks[rank_id.rank]
-        self.ledger.book(request.handle, rank_id, sent.routing.num_prompt_tokens)
+        routing = sent.routing
+        choice = self._choose(routing, self._clock())
+        num_new_tokens = routing.num_prompt_tokens - choice.num_cached_tokens
+        self.ledger.book(sent.request.handle, choice.rank_id, num_new_tokens, routing.block_keys)
+        self._send_booked(sent, choice.rank_id)
+        return choice.rank_id
+
+    def _send_booked(self, sent: SentRequest, rank_id: m.RankId) -> None:
+        """Sends what is on the books, or takes it off. Raises `EngineDeadError`."""
+        request, rank = sent.request, self.ranks[rank_id.rank]
         try:
             seq = self._send(rank.life, lambda seq: m.AddRequest(seq, request))
         except BaseException:
@@ -152,9 +167,8 @@ class AsyncMPClient(EngineCoreClient):
         self._sent[request.handle] = sent
         rank.requests_total += 1
         rank.requests_moved_in += sent.num_moves > 0
-        return rank_id
 
-    def _choose(self, routing: RoutingRequest, now: float) -> m.RankId:
+    def _choose(self, routing: RoutingRequest, now: float) -> Choice:
         """The rank for a request. Overridden where there is a choice."""
         (rank,) = self.ranks
         if routing.pinned_rank is not None and routing.pinned_rank != rank.life.rank_id.rank:
@@ -164,7 +178,7 @@ class AsyncMPClient(EngineCoreClient):
             )
         if not rank.life.health.is_serving or rank.life.health.refuses_requests:
             raise self.ranks.unavailable()
-        return rank.life.rank_id
+        return Choice(rank.life.rank_id, "only one")
 
     def abort_requests(self, handles: Collection[int]) -> None:
         by_rank: dict[m.RankId, list[int]] = {}
@@ -174,6 +188,7 @@ class AsyncMPClient(EngineCoreClient):
                 by_rank.setdefault(rank_id, []).append(handle)
         for rank_id, held in by_rank.items():
             self._abort_on(rank_id, tuple(held))
+        self._on_room()
 
     def _abort_on(self, rank_id: m.RankId, handles: tuple[int, ...]) -> None:
         life = self.ranks[rank_id.rank].life
@@ -191,6 +206,7 @@ class AsyncMPClient(EngineCoreClient):
     def release(self, handles: Collection[int]) -> None:
         for handle in handles:
             self._release(handle)
+        self._on_room()
 
     def _release(self, handle: int, abort_seq: int | None = None) -> None:
         self.ledger.release(handle, abort_seq)
@@ -260,6 +276,26 @@ class AsyncMPClient(EngineCoreClient):
         if not self.ranks.on_engine_ready(identity, message):
             self.num_stale_frames += 1
 
+    def _on_serving(self, life: RankLife) -> None:
+        """A rank takes requests from now on."""
+        if self.ledger.prefix_index is not None:
+            self._watch_cache(life)
+        self._on_room()
+
+    def _watch_cache(self, life: RankLife) -> None:
+        with contextlib.suppress(EngineDeadError):  # then there is nothing to watch
+            self._send(life, m.WatchCache)
+
+    def _note_eligible(self) -> None:
+        self.ranks.note_eligible()
+        self._on_room()
+
+    def forget_queued(self) -> None:
+        """Nothing waits here."""
+
+    def _on_room(self) -> None:
+        """Something has happened that may have made room on a rank. Overridden where requests wait for it."""
+
     def _on_output_socket(self, frames: list[bytes]) -> None:
         message = self._decode(frames[-1])
         if message is None:
@@ -285,7 +321,11 @@ class AsyncMPClient(EngineCoreClient):
                     rank.on_stats(message.stats, now)
                 life.health.on_sign_of_life(now, message.step, has_work)
                 self._on_load(life, message.step, message.command_seq, message.load, now)
-                self.ranks.note_eligible()  # it may have been resumed
+                self._note_eligible()  # it may have been resumed
+            case m.CacheEvents():
+                index = self.ledger.prefix_index
+                if index is not None and not index.on_events(message):
+                    self._watch_cache(life)
             case m.EngineCoreDead():
                 self.ranks.declare_dead(message.rank_id, message.cause or "it was shut down")
             case m.UtilityResult():
@@ -294,6 +334,7 @@ class AsyncMPClient(EngineCoreClient):
     def _on_load(self, life: RankLife, step: int, command_seq: int, load: m.RankLoad, now: float) -> None:
         life.load, life.load_at_s = load, now
         self.ledger.on_report(life.rank_id, step, command_seq, load, now)
+        self._on_room()
 
     def on_engine_died(self, died: EngineDied) -> list[SentRequest]:
         self._utilities.on_engine_died(died.rank_id, died.cause)
@@ -322,7 +363,7 @@ class AsyncMPClient(EngineCoreClient):
             if not was_late:
                 self.ranks.look_for_silence(now)
             looked_s = now
-            self.ranks.note_eligible()
+            self._note_eligible()
             if self.embedded is not None and self.embedded.exit_code is not None and self.failure is None:
                 self.ranks.fail(f"the launcher ended with exit code {self.embedded.exit_code}")
 

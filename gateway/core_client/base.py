@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from balancer.load import RoutingRequest
+from cores.block_hash import BlockKey
 from cores.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, RankId, UtilityResult
 from gateway.status import RankStatus
 
@@ -53,6 +54,8 @@ class SentRequest:
     request: EngineCoreRequest
     routing: RoutingRequest
     num_moves: int = 0
+    arrived_s: float = 0.0  # on the client's clock
+    deadline_s: float | None = None  # on the same
 
 
 class EngineCoreClient(ABC):
@@ -69,9 +72,23 @@ class EngineCoreClient(ABC):
     def next_handle(self) -> int:
         """Never used twice."""
 
+    def prefix_of(self, request: EngineCoreRequest) -> tuple[Sequence[BlockKey], int]:
+        """`block_keys` and `tokens_per_key` of its `RoutingRequest`; none where no rank is chosen by them."""
+        return (), 0
+
+    @property
+    def num_queued(self) -> int:
+        """Sequences that wait here until a rank has room for them."""
+        return 0
+
     @abstractmethod
-    def add_request(self, sent: SentRequest) -> RankId:
-        """Chooses a rank, books the request there and sends it; returns the rank. All or nothing.
+    def forget_queued(self) -> None:
+        """Nobody will ever take what waits; who waits has been told."""
+
+    @abstractmethod
+    def add_request(self, sent: SentRequest) -> RankId | None:
+        """Chooses a rank, books the request there and sends it; returns the rank. All or nothing. With late binding it may wait
+        here first: None, and `on_bound` is called later.
 
         Raises `OverloadedError` when no rank is eligible now, `EngineDeadError` when none will be, `InvalidRequestError` for an
         impossible rank.

@@ -41,6 +41,7 @@ class Ranks:
         put: Callable[[Received], None],
         tell_launcher: Callable[[Message], None],
         read_all: Callable[[], None],
+        on_serving: Callable[[RankLife], None],
     ) -> None:
         self.events = EventLog()
         self.failure: str | None = None  # why no rank is left and none will come back
@@ -53,6 +54,7 @@ class Ranks:
         self._put = put
         self._tell_launcher = tell_launcher
         self._read_all = read_all
+        self._on_serving = on_serving
         self._ranks = {rank: Rank(self._new_life(m.RankId(rank, 0))) for rank in config.parallel.ranks}
         self._last_eligible: set[m.RankId] = set()
         self._preparations: set[asyncio.Task[None]] = set()
@@ -123,12 +125,17 @@ class Ranks:
         now = self._clock()
         life.health.on_ready(now)
         self._ledger.add_rank(
-            life.rank_id, max_num_batched_tokens=ready.max_num_batched_tokens, max_num_seqs=ready.max_num_seqs, now=now
+            life.rank_id,
+            max_num_batched_tokens=ready.max_num_batched_tokens,
+            max_num_seqs=ready.max_num_seqs,
+            now=now,
+            num_kv_blocks=ready.num_kv_blocks,
         )
         text = f"epoch {life.rank_id.epoch} is ready on {ready.node}, {ready.device}, pid {ready.pid}"
         self.events.add("ready", life.rank_id.rank, text, now, life.rank_id.epoch)
         self._check_all_ready()
         self.note_eligible()
+        self._on_serving(life)
 
     def note_eligible(self) -> None:
         """Tells the output handler when there is a rank more to choose from: something may wait for it."""

@@ -25,6 +25,7 @@ class Routing:
     data_parallel_rank: int | None = None
     session_id: str | None = None
     trace_headers: dict[str, str] | None = None
+    timeout_s: float | None = None
 
     @classmethod
     def from_request(cls, request: web.Request, request_id: str) -> Routing:
@@ -32,7 +33,8 @@ class Routing:
         headers = request.headers
         trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
         rank = _rank(headers.get("X-data-parallel-rank"))
-        return cls(request_id, rank, _session_id(headers.get("X-Session-Id")), trace or None)
+        session_id, timeout_s = _session_id(headers.get("X-Session-Id")), _timeout_s(headers.get("X-Request-Timeout-Ms"))
+        return cls(request_id, rank, session_id, trace or None, timeout_s)
 
 
 def _rank(text: str | None) -> int | None:
@@ -51,6 +53,16 @@ def _session_id(text: str | None) -> str | None:
     if text is not None and not is_plain_id(text):
         raise InvalidRequestError(f"X-Session-Id must be {PLAIN_ID}", "X-Session-Id")
     return text
+
+
+def _timeout_s(text: str | None) -> float | None:
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and 0 < len(text) < 10 and int(text)):
+        raise InvalidRequestError(
+            f"X-Request-Timeout-Ms must be a whole number from 1 to 999999999, got {text!r}", "X-Request-Timeout-Ms"
+        )
+    return int(text) / 1000
 
 
 def generate(
@@ -76,6 +88,7 @@ def generate(
             session_id=routing.session_id,
             prompt_text=prompt.text,
             cache_salt=cache_salt,
+            timeout_s=routing.timeout_s,
         )
         for prompt in prompts
     ]

@@ -16,7 +16,7 @@ from cores.codec import MAX_FRAME_BYTES, PROTOCOL_VERSION, CodecError, Message, 
 from cores.pooling_params import PoolingParams
 from cores.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputKind, StructuredOutputs
 
-LOAD = m.RankLoad(1, 2, 300, 1, 40, 500, 12.5, 900.0)
+LOAD = m.RankLoad(1, 2, 300, 1, 40, 500, 12.5, 900.0, 80.0)
 STATS = m.SchedulerStats(1, 2, 3, 4, 5, 6, 7)
 RANK = m.RankId(3, 2)
 
@@ -57,6 +57,7 @@ SAMPLES: list[Message] = [
     ADD_REQUEST,
     m.AbortRequests(6, (7, 8)),
     m.UtilityCall(7, 99, "reset_prefix_cache", ("x", 1, None)),
+    m.WatchCache(8),
     m.EngineReady(
         rank_id=RANK, pid=1, node="n", device="cpu", max_model_len=10, vocab_size=20, eos_token_ids=(2, 0), block_size=16,
         num_kv_blocks=30, max_num_seqs=4, max_num_batched_tokens=50,
@@ -64,6 +65,7 @@ SAMPLES: list[Message] = [
     OUTPUTS,
     m.Heartbeat(RANK, 11, True, 5, LOAD, STATS, m.EngineState.SLEEPING, 3),
     m.LoadReport(RANK, 11, 5, LOAD),
+    m.CacheEvents(RANK, 4, True, array("Q", [1, 2**64 - 1]), array("Q", [5])),
     m.EngineCoreDead(RANK, "why"),
     m.UtilityResult(RANK, 99, {"a": [1]}, None),
     m.UtilityResult(RANK, 99, error="no", is_refusal=True),
@@ -103,7 +105,7 @@ GOLDEN = {
     ),
     "AbortRequests": "940102 06 920708",
     "EngineCoreOutputs": (
-        "9f010b 920302 0b 05 980102cd012c0128cd01f4cb4029000000000000cb408c200000000000"
+        "9f010b 920302 0b 05 990102cd012c0128cd01f4cb4029000000000000cb408c200000000000cb4054000000000000"
         " c4080700000008000000 c4042a000000 c4080100000000000000"
         " 81009210cb3fe0000000000000 81019303c0a76e6f20726f6f6d"
         " 81009194cbbfe0000000000000 01 922a2b 92cbbfe0000000000000cbc000000000000000 00"
@@ -112,6 +114,7 @@ GOLDEN = {
         " 8101c4040000803f"
     ),
     "EngineCoreDead": "94010e 920302 a3776879",
+    "CacheEvents": "970111 920302 04 c3 c4100100000000000000ffffffffffffffff c4080500000000000000",
     "Shutdown": "930114 cb4004000000000000",
 }
 

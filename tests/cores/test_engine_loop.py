@@ -21,7 +21,7 @@ from cores.engine_loop import (
     ThreadFailed,
     UtilityReply,
 )
-from cores.messages import AbortRequests, AddRequest, FinishReason, RankId, Shutdown, UtilityCall
+from cores.messages import AbortRequests, AddRequest, CacheEvents, FinishReason, RankId, Shutdown, UtilityCall, WatchCache
 from cores.runner.interface import ModelInfo, ModelRunnerOutput, SchedulerOutput
 from cores.testing import ManualClock, make_request
 
@@ -287,3 +287,33 @@ def test_restarted_front_end_is_not_told_the_command_numbers_of_its_predecessor(
     # What the output thread knows when it connects to the new one, and reports at once.
     told = [message.status.command_seqs for message in messages[:attached] if isinstance(message, LoopTurn)][-1]
     assert told == {1: 2}
+
+
+def cache_events(messages: list[Outbound], client: int) -> list[CacheEvents]:
+    turns = [message for message in messages if isinstance(message, LoopTurn)]
+    return [turn.cache_events[client] for turn in turns if client in turn.cache_events]
+
+
+def test_who_watches_the_cache_is_told_of_steps_and_operations_and_nobody_else_is() -> None:
+    rig = Rig()
+    rig.inbox.put(ClientCommand(1, WatchCache(1)))
+    rig.inbox.put(ClientCommand(0, AddRequest(1, make_request(1, prompt=150, max_tokens=2))))
+    rig.on_step = lambda step: rig.inbox.put(ClientCommand(0, UtilityCall(2, 1, "reset_prefix_cache"))) if step == 1 else None
+    rig.inbox.put(Shutdown(10.0))
+    messages = rig.run()
+    told = cache_events(messages, client=1)
+    assert [(events.seq, events.is_snapshot, len(events.stored)) for events in told] == [
+        (0, True, 0),
+        (1, False, 2),
+        (2, True, 0),
+    ]
+    assert cache_events(messages, client=0) == []
+
+
+def test_restarted_front_end_watches_only_when_it_asks_again() -> None:
+    rig = Rig()
+    rig.inbox.put(ClientCommand(0, WatchCache(1)))
+    rig.inbox.put(FrontEndAttached(FrontEndAddress(index=0, input_address="ipc://in", output_address="ipc://out")))
+    rig.add(1, max_tokens=1, client=1)
+    rig.inbox.put(Shutdown(10.0))
+    assert len(cache_events(rig.run(), client=0)) == 1

@@ -225,7 +225,7 @@ def test_a_hot_prefix_is_not_computed_again_and_not_counted_as_load() -> None:
     driver.add(make_request(1, prompt=prompt, max_tokens=1))
     driver.run()
     hot = driver.add(make_request(2, prompt=prompt, max_tokens=2))
-    assert driver.scheduler.load().num_prefill_tokens == 32  # not known yet
+    assert driver.scheduler.load().num_prefill_tokens == 4
     assert driver.step() == [(2, 4)]  # the last block is computed: something must yield the next token
     assert hot.num_cached_tokens == 28
     stats = driver.scheduler.stats()
@@ -540,3 +540,19 @@ def test_whole_prompts_wait_for_a_step_that_has_room_and_are_not_passed_over() -
     assert driver.step() == [(2, 5), (3, 1)]
     assert driver.step() == [(4, 10)]
     assert not driver.scheduler.has_work
+
+
+def test_what_the_cache_has_of_a_waiting_request_is_no_load() -> None:
+    """Else a queue of chats that are nearly all cached would repel the next turn of one."""
+    driver, chat = Driver(max_num_seqs=1), list(range(3, 12))
+    driver.add(make_request(1, prompt=chat, max_tokens=1))
+    driver.step()
+    driver.add(make_request(2, prompt=5, max_tokens=9))
+    driver.step()
+    waiting = driver.add(make_request(3, prompt=[*chat, 20, 21], max_tokens=1))
+    load = driver.scheduler.load()
+    assert (load.num_waiting, load.num_prefill_tokens) == (1, 3)
+    driver.scheduler.reset_prefix_cache()  # what was expected will not be there
+    driver.run()
+    assert waiting.num_cached_tokens == 0
+    assert driver.scheduler.load().num_prefill_tokens == 0

@@ -70,11 +70,12 @@ def test_the_engine_measures_the_cost_that_was_slept(tiny_model: Path) -> None:
     core.add_request(0, make_request(1, prompt=100, max_tokens=3))
     core.step()
     assert core.load().step_ms == pytest.approx(5.0 + 2.0 + 0.02)
-    assert core.load().prefill_tokens_per_s == pytest.approx(100 / 7.02e-3)
-    rate = core.load().prefill_tokens_per_s
     core.step()
     assert core.load().step_ms == pytest.approx(0.9 * 7.02 + 0.1 * 5.02)
-    assert core.load().prefill_tokens_per_s == rate
+    assert core.load().decode_tokens_per_s == pytest.approx(1 / 5.02e-3)
+    core.add_request(0, make_request(2, prompt=1000, max_tokens=3))
+    core.step()
+    assert core.load().prefill_tokens_per_s == pytest.approx(1 / 20e-6, rel=0.02)
 
 
 # --- the model directory ----------------------------------------------------------------------------------------------

@@ -85,6 +85,7 @@ async def _encode(
         data_parallel_rank=routing.data_parallel_rank,
         session_id=routing.session_id,
         prompt_text=prompt.text,
+        timeout_s=routing.timeout_s,
     )
     try:
         async with aclosing(outputs):

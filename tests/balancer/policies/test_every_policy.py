@@ -16,7 +16,7 @@ from balancer.policies import POLICIES, make_policy
 from balancer.testing import make_request, make_view
 from cores.messages import RankId, RankLoad
 
-LOAD_AWARE = ["least_tokens", "least_requests", "vllm"]
+LOAD_AWARE = ["least_tokens", "prefix_affinity", "session_affinity", "least_requests", "vllm"]
 EVEN = [*LOAD_AWARE, "round_robin"]
 
 
@@ -156,7 +156,7 @@ def test_hundred_short_requests_that_come_and_go_use_both_ranks(name: str) -> No
             if len(held) > 5 and rng.random() < 0.5:
                 balancer.ledger.release(held.pop(rng.randrange(len(held))))
                 step += 1
-                load = RankLoad(num_running=len(held), num_decodes=len(held), prefill_tokens_per_s=rng.uniform(2e3, 9e3))
+                load = RankLoad(num_running=len(held), num_decodes=len(held), prefill_tokens_per_s=rng.uniform(8e3, 1e4))
                 balancer.ledger.on_report(rank_id, step, command_seq=handle, load=load, now=0.0)
     assert min(counts[0], counts[1]) >= 34
     balancer.ledger.check_invariants()

@@ -4,8 +4,17 @@ import random
 from collections import Counter
 from typing import Any
 
+import pytest
+
 from balancer.load import RankView
-from balancer.policies.least_tokens import MAX_REPORT_AGE_S, RATE_NOISE, SEQUENCE_TOKENS, LeastTokens, expected_tokens
+from balancer.policies.least_tokens import (
+    MAX_REPORT_AGE_S,
+    MAX_SLOWNESS,
+    RATE_NOISE,
+    SEQUENCE_TOKENS,
+    LeastTokens,
+    expected_tokens,
+)
 from balancer.policy import Choice
 from balancer.testing import make_request, make_view
 from cores.messages import RankId
@@ -69,11 +78,21 @@ def test_rates_within_noise_do_not_break_ties() -> None:
     assert Counter(policy.choose(make_request(), ranks, 0.0).rank_id.rank for _ in range(10)) == {0: 5, 1: 5}
 
 
-def test_rank_that_saw_only_tiny_prompts_is_not_shut_out() -> None:
-    """Its rate says 5 tokens per 10 ms step; it must still get work once the other has a twofold queue."""
+def test_rank_three_times_as_slow_gets_a_third() -> None:
+    policy, queued = LeastTokens(random.Random(7)), [0, 0, 0]
+    for _ in range(700):
+        rates = [9_000.0, 9_000.0, 3_000.0]
+        ranks = [make_view(rank, num_prefill_tokens=queued[rank], prefill_tokens_per_s=rates[rank]) for rank in range(3)]
+        queued[policy.choose(make_request(100), ranks, 0.0).rank_id.rank] += 100
+    assert queued[2] == pytest.approx(10_000, rel=0.05)
+    assert queued[0] == pytest.approx(queued[1], rel=0.05)
+
+
+def test_rate_out_of_all_proportion_does_not_shut_a_rank_out() -> None:
+    """Whatever it measured, it gets work once the others' queues are ten times its own."""
     assert prefers(
-        {"prefill_tokens_per_s": 500.0},
-        {"prefill_tokens_per_s": 27_000.0, "num_prefill_tokens": 4_000},
+        {"prefill_tokens_per_s": 5.0},
+        {"prefill_tokens_per_s": 27_000.0, "num_prefill_tokens": 10_000 * int(MAX_SLOWNESS)},
         num_prompt_tokens=2_000,
     )
 

@@ -105,8 +105,8 @@ class FakeGroup:
     def tell_state(self, *records: RankRecord) -> None:
         assert self._control.send(front_end_identity(0), GroupState(records))
 
-    def add_request(self, num_prompt_tokens: int = 10, pinned_rank: int | None = None) -> tuple[int, RankId]:
-        """Its handle, and who got it."""
+    def add_request(self, num_prompt_tokens: int = 10, pinned_rank: int | None = None) -> tuple[int, RankId | None]:
+        """Its handle, and who got it; nobody, if it waits for a rank."""
         handle = self.client.next_handle()
         routing = RoutingRequest(num_prompt_tokens=num_prompt_tokens, pinned_rank=pinned_rank)
         return handle, self.client.add_request(SentRequest(make_request(handle, num_prompt_tokens), routing))

@@ -65,7 +65,9 @@ async def test_an_expectation_that_nobody_knows_is_refused_and_not_just_hung_up_
 async def test_routing_headers_reach_the_engine(serve: Any) -> None:
     served = await serve()
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    headers = {"X-data-parallel-rank": "3", "X-Session-Id": "alice", "traceparent": trace}
+    headers = {
+        "X-data-parallel-rank": "3", "X-Session-Id": "alice", "traceparent": trace, "X-Request-Timeout-Ms": "1500",
+    }  # fmt: skip
     status, _, response = await served.post(CHAT, {**BODY, "priority": -2, "cache_salt": "s"}, **headers)
     assert status == 200
     assert response.headers["X-Gateway-Rank"] == "0"
@@ -75,6 +77,16 @@ async def test_routing_headers_reach_the_engine(serve: Any) -> None:
     assert options["trace_headers"] == {"traceparent": trace}
     assert options["priority"] == -2
     assert options["cache_salt"] == "s"
+    assert options["timeout_s"] == 1.5
+
+
+@pytest.mark.parametrize("bad", ["0", "-1", "1.5", "1e3", "soon", "1000000000"])
+async def test_a_timeout_that_is_no_number_of_milliseconds_is_refused(serve: Any, bad: str) -> None:
+    served = await serve()
+    status, body, _ = await served.post(CHAT, BODY, **{"X-Request-Timeout-Ms": bad})
+    assert status == 400
+    assert body["error"]["param"] == "X-Request-Timeout-Ms"
+    assert repr(bad) in body["error"]["message"]
 
 
 @pytest.mark.parametrize("bad", ["-1", "one", "1.0", "1_0", " ", "99999999999"])

@@ -1,0 +1,173 @@
+"""Requests that are bound to no rank yet, and when each is bound to which. Pure: `now` comes in, what to send goes out.
+
+Rules
+-----
+* A request is bound when the rank that is best for it has room: less prefill than `DEPTH_STEPS` full steps. What a rank has
+  more than that would only wait there, where no priority reaches it, an abort costs a message and a death a move.
+* The order is of priority and arrival: one level of priority is worth `AGEING_S` seconds of waiting, so nobody starves. With
+  "shortest" a prompt token counts as `SECONDS_PER_TOKEN` of waiting less.
+* Who is bound is decided from the head of the queue on. One whose best rank has no room waits for it, and those behind it for
+  other ranks pass, up to `LOOK_AHEAD` of them. Nobody passes it on the way to the same rank.
+* After a pass no rank with room is the best one of a request among the first `LOOK_AHEAD`.
+* A request whose deadline has passed is never bound. Whoever owns it takes it out.
+
+Theory of operation
+-------------------
+The order does not change with time: all age alike, so (priority · AGEING_S + arrival) is a place for life, and the queue is a
+sorted list.
+
+"Best" is the policy's word, and the policy must know of the queue, too: while a pass looks at a request, those ahead of it that
+wait for a rank are booked there as if they were sent. So the second to wait for a rank sees its true wait, and may find that
+another is better by now. At the end of the pass these bookings are released.
+
+Each front end has a queue and takes 1/K of the room that a rank has left, so that K of them do not fill it K times over. Order
+is kept within a front end only.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Generator
+from dataclasses import dataclass
+from typing import Literal
+
+from balancer.load import RankView, RoutingRequest
+from balancer.load_balancer import LoadBalancer, NoRankAvailableError
+from balancer.policy import Choice
+from cores.messages import RankId
+
+DispatchOrder = Literal["fcfs", "shortest"]
+
+DEPTH_STEPS = 2.0  # the step that runs, still in the last report, and the one that must be there when it ends
+AGEING_S = 5.0
+SECONDS_PER_TOKEN = 0.5e-3
+LOOK_AHEAD = 32
+KV_FULL = 0.95  # from here on a rank with waiting requests keeps them waiting
+
+Eligible = Callable[[str | None], Collection[RankId]]  # the ranks for a request with this LoRA adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Send this request to that rank. It is booked there already."""
+
+    handle: int
+    choice: Choice
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    handle: int
+    request: RoutingRequest
+    place: tuple[float, int]  # of two with the same number, the one that came first
+    queued_at: float
+    deadline: float | None
+
+
+class DispatchQueue:
+    """One per front end. Books what it dispatches; releases are the ledger's, as with early binding."""
+
+    def __init__(self, balancer: LoadBalancer, order: DispatchOrder = "fcfs", num_front_ends: int = 1) -> None:
+        self.num_tokens = 0  # prompt tokens of all that wait
+        self._balancer = balancer
+        self._ledger = balancer.ledger
+        self._order = order
+        self._num_front_ends = num_front_ends
+        self._num_added = 0
+        self._queue: list[_Queued] = []
+        self._by_handle: dict[int, _Queued] = {}
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __contains__(self, handle: int) -> bool:
+        return handle in self._by_handle
+
+    def add(self, handle: int, request: RoutingRequest, now: float, deadline: float | None = None) -> None:
+        assert handle not in self._by_handle, f"request {handle} is queued already"
+        self._num_added += 1
+        place = request.priority * AGEING_S + now
+        if self._order == "shortest":
+            place += request.num_prompt_tokens * SECONDS_PER_TOKEN
+        queued = _Queued(handle, request, (place, self._num_added), now, deadline)
+        insort(self._queue, queued, key=_place)
+        self._by_handle[handle] = queued
+        self.num_tokens += request.num_prompt_tokens
+
+    def remove(self, handle: int) -> bool:
+        """Its client has gone, or its time is over. False when it does not wait here."""
+        queued = self._by_handle.get(handle)
+        if queued is None:
+            return False
+        self._remove(queued)
+        return True
+
+    def dispatches(self, eligible: Eligible, now: float) -> Generator[Dispatch]:
+        """One pass. Each is to be sent before the next is asked for, or released if it cannot be sent; nothing else is to
+        happen in between. To be run after `add` and whatever may have made room: a report, a release, a rank that came."""
+        expected: list[int] = []  # those that wait for a rank, booked there for the time of the pass
+        try:
+            index = 0
+            while index < min(len(self._queue), LOOK_AHEAD) and self._any_has_room(eligible(None), now):
+                queued = self._queue[index]
+                choice = None
+                if queued.deadline is None or now < queued.deadline:
+                    choice = self._choose(queued.request, eligible, now)
+                if choice is not None and self._has_room(choice.rank_id, now):
+                    self._remove(queued)
+                    self._book(queued, choice)
+                    yield Dispatch(queued.handle, choice, now - queued.queued_at)
+                    continue
+                if choice is not None:
+                    self._book(queued, choice)
+                    expected.append(queued.handle)
+                index += 1
+        finally:
+            for handle in expected:
+                self._ledger.release(handle)
+
+    def _choose(self, request: RoutingRequest, eligible: Eligible, now: float) -> Choice | None:
+        try:
+            return self._balancer.choose(request, eligible(request.lora_name), now)
+        except NoRankAvailableError:  # its rank may come back
+            return None
+
+    def _book(self, queued: _Queued, choice: Choice) -> None:
+        num_tokens = queued.request.num_prompt_tokens - choice.num_cached_tokens
+        self._ledger.book(queued.handle, choice.rank_id, num_tokens, queued.request.block_keys)
+
+    def _any_has_room(self, rank_ids: Collection[RankId], now: float) -> bool:
+        return any(self._has_room(rank_id, now) for rank_id in rank_ids)
+
+    def _has_room(self, rank_id: RankId, now: float) -> bool:
+        return has_room(self._ledger.view(rank_id, now), self._num_front_ends)
+
+    def _remove(self, queued: _Queued) -> None:
+        index = bisect_left(self._queue, queued.place, key=_place)
+        assert self._queue[index] is queued
+        del self._queue[index]
+        del self._by_handle[queued.handle]
+        self.num_tokens -= queued.request.num_prompt_tokens
+
+    def check_invariants(self) -> None:
+        assert [queued.place for queued in self._queue] == sorted(queued.place for queued in self._queue)
+        assert self._by_handle == {queued.handle: queued for queued in self._queue}
+        assert self.num_tokens == sum(queued.request.num_prompt_tokens for queued in self._queue)
+        assert not any(self._ledger.rank_of(queued.handle) for queued in self._queue)  # nothing of a pass is left
+
+
+def has_room(view: RankView, num_front_ends: int = 1) -> bool:
+    """Whether a rank should get one more from one of so many front ends. An idle one always should."""
+    num_spare = view.max_num_seqs // 16  # a place that gets free is taken by the next step, not by the one after the report
+    if view.num_requests >= view.max_num_seqs + num_spare:
+        return False
+    if view.kv_cache_usage > KV_FULL and view.num_waiting:
+        return False
+    reported = view.num_prefill_tokens - view.num_unreported_tokens
+    room = DEPTH_STEPS * view.max_num_batched_tokens - reported
+    return view.num_unreported_tokens * num_front_ends < room
+
+
+def _place(queued: _Queued) -> tuple[float, int]:
+    return queued.place

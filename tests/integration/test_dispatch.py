@@ -1,0 +1,109 @@
+"""Late binding and deadlines over real engine processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from gateway import AsyncLLM
+from gateway.config import BalancerConfig, FaultConfig
+from gateway.errors import DeadlineExceededError, InvalidRequestError
+from gateway.outputs import RequestOutput
+from tests.integration.llm_harness import FINAL_ONLY, Start, params, until
+
+LATE = BalancerConfig(dispatch="late")
+SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 64}  # a rank has room for 2 sequences or 128 prompt tokens
+
+
+def num_queued(llm: AsyncLLM) -> int:
+    return llm.status().front_ends[0].queued
+
+
+async def answer(llm: AsyncLLM, num_tokens: int, request_id: str = "r", **options: object) -> RequestOutput:
+    sampling = params(num_tokens, output_kind=FINAL_ONLY)
+    (output,) = [output async for output in llm.generate("a prompt", sampling, request_id, **options)]  # type: ignore[arg-type]
+    return output
+
+
+async def test_flood_waits_in_the_front_end_and_every_request_is_whole(start: Start) -> None:
+    llm = await start(2, balancer=LATE, engine_settings=SMALL)
+    tasks = [asyncio.create_task(answer(llm, 1 + i % 7, str(i))) for i in range(60)]
+    await until(lambda: num_queued(llm) > 30, "most wait here")
+    balancer = llm.status().balancer
+    assert balancer is not None
+    assert balancer.dispatch == "late"
+    outputs = await asyncio.gather(*tasks)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1 + i % 7 for i in range(60)]
+    assert all(output.rank is not None for output in outputs)
+    assert all(rank.requests_total >= 20 for rank in llm.status().ranks)
+    assert num_queued(llm) == 0
+
+
+async def test_urgent_request_passes_those_that_wait(start: Start) -> None:
+    llm = await start(2, step_ms=4, balancer=LATE, engine_settings=SMALL)
+    ended: list[str] = []
+
+    async def note(name: str, priority: int) -> None:
+        await answer(llm, 8, name, priority=priority)
+        ended.append(name)
+
+    tasks = [asyncio.create_task(note(str(i), 0)) for i in range(40)]
+    await until(lambda: num_queued(llm) > 20, "most wait here")
+    tasks.append(asyncio.create_task(note("urgent", -1)))
+    await asyncio.gather(*tasks)
+    assert ended.index("urgent") < 20
+
+
+async def test_what_waits_is_not_touched_by_a_death(start: Start) -> None:
+    llm = await start(2, step_ms=4, balancer=LATE, engine_settings=SMALL, fault_tolerance=FaultConfig(engine_restarts=3))
+    tasks = [asyncio.create_task(answer(llm, 10, str(i))) for i in range(40)]
+    await until(lambda: num_queued(llm) > 20, "most wait here")
+    pid = llm.status().ranks[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    outputs = await asyncio.gather(*tasks)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [10] * 40
+    assert llm.status().totals.moved <= 10
+
+
+async def test_reader_that_leaves_the_queue_costs_no_rank_anything(start: Start) -> None:
+    llm = await start(2, step_ms=4, balancer=LATE, engine_settings=SMALL)
+    tasks = [asyncio.create_task(answer(llm, 10, str(i))) for i in range(40)]
+    await until(lambda: num_queued(llm) > 20, "most wait here")
+    for task in tasks[-15:]:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert sum(rank.requests_total for rank in llm.status().ranks) == 25
+
+
+async def test_impossible_pin_is_refused_and_not_queued(start: Start) -> None:
+    llm = await start(2, balancer=LATE)
+    with pytest.raises(InvalidRequestError, match="data_parallel_rank"):
+        await answer(llm, 5, data_parallel_rank=7)
+    assert (await answer(llm, 5, data_parallel_rank=1)).rank == 1
+
+
+@pytest.mark.parametrize("balancer", [BalancerConfig(), LATE], ids=["early", "late"])
+async def test_request_whose_time_is_over_before_its_first_token_ends(start: Start, balancer: BalancerConfig) -> None:
+    llm = await start(2, step_ms=5, balancer=balancer, engine_settings={"max_num_seqs": 1})
+    long = [asyncio.create_task(answer(llm, 2000, f"long {i}")) for i in range(8)]
+    await until(lambda: sum(rank.running for rank in llm.status().ranks) == 2, "both ranks have their hands full")
+    before = sum(rank.requests_total for rank in llm.status().ranks)
+    with pytest.raises(DeadlineExceededError, match="50 ms"):
+        await answer(llm, 5, "hurried", timeout_s=0.05)
+    assert llm.status().totals.expired == 1
+    if balancer.dispatch == "late":
+        assert sum(rank.requests_total for rank in llm.status().ranks) == before  # it cost no rank a token
+    for task in long:
+        task.cancel()
+    await asyncio.gather(*long, return_exceptions=True)
+
+
+async def test_request_that_has_begun_in_time_may_take_its_time(start: Start) -> None:
+    llm = await start(2, step_ms=5)
+    output = await answer(llm, 300, timeout_s=1.0)
+    assert len(output.outputs[0].token_ids) == 300
+    assert llm.status().totals.expired == 0
