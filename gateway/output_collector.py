@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from typing import Protocol
 
 from cores.sampling_params import RequestOutputKind
 from gateway.outputs import CompletionOutput, RequestOutput
+
+NUM_PLAIN_TOKENS = 256  # so many unread ones are kept as they came: nearly every reader has read them by then
 
 
 class OutputSink(Protocol):
@@ -23,11 +26,12 @@ class RequestOutputCollector:
     An error does not destroy unread tokens: they are read first, then it is raised, from then on every time.
     """
 
-    __slots__ = ("_error", "_has_ended", "_joins", "_output", "_waiter")
+    __slots__ = ("_backlogs", "_error", "_has_ended", "_joins", "_output", "_waiter")
 
     def __init__(self, output_kind: RequestOutputKind) -> None:
         self._joins = output_kind is RequestOutputKind.DELTA
         self._output: RequestOutput | None = None
+        self._backlogs: dict[int, _Backlog] = {}  # of sequences of `_output` of which much is unread, by index
         self._error: Exception | None = None
         self._has_ended = False  # the finished output has been read
         # The event: of one reader, and lighter than asyncio.Event in the path of every token.
@@ -57,6 +61,8 @@ class RequestOutputCollector:
         if output is not None:
             self._output = None
             self._has_ended = output.finished
+            if self._backlogs:
+                self._give_back(output)
             return output
         if self._error is not None:
             raise self._error
@@ -86,7 +92,7 @@ class RequestOutputCollector:
         if unread.rank is None:
             unread.rank = newer.rank
         if self._joins and len(unread.outputs) == len(newer.outputs) == 1 and unread.outputs[0].index == newer.outputs[0].index:
-            _append(unread.outputs[0], newer.outputs[0])  # what n = 1 always is
+            self._append(unread.outputs[0], newer.outputs[0])  # what n = 1 always is
             return
         by_index = {completion.index: completion for completion in unread.outputs}
         for completion in newer.outputs:
@@ -94,22 +100,57 @@ class RequestOutputCollector:
             if older is None or not self._joins:
                 by_index[completion.index] = completion
             else:
-                _append(older, completion)
+                self._append(older, completion)
         unread.outputs = [by_index[index] for index in sorted(by_index)]
 
+    def _append(self, older: CompletionOutput, newer: CompletionOutput) -> None:
+        backlog = self._backlogs.get(older.index)
+        if backlog is None and len(older.token_ids) >= NUM_PLAIN_TOKENS:
+            backlog = self._backlogs[older.index] = _Backlog(older)
+        if backlog is None:
+            older.text += newer.text
+            older.token_ids += newer.token_ids
+        else:
+            backlog.add(newer)
+        if newer.logprobs:
+            older.logprobs = older.logprobs or []
+            older.logprobs += newer.logprobs
+        older.finish_reason = newer.finish_reason
+        older.stop_reason = newer.stop_reason
+
+    def _give_back(self, output: RequestOutput) -> None:
+        for completion in output.outputs:
+            backlog = self._backlogs.pop(completion.index, None)
+            if backlog is not None:
+                completion.text, completion.token_ids = backlog.take()
+
     def check_invariants(self) -> None:
+        assert self._output is not None or not self._backlogs
         if self._output is not None:
             indexes = [completion.index for completion in self._output.outputs]
             assert indexes == sorted(set(indexes)), indexes
+            assert self._backlogs.keys() <= set(indexes), self._backlogs.keys()
             assert not self._has_ended
             waiter = self._waiter
             assert waiter is None or waiter.done(), "a reader sleeps beside an unread output"
 
 
-def _append(older: CompletionOutput, newer: CompletionOutput) -> None:
-    older.text += newer.text
-    older.token_ids += newer.token_ids
-    if newer.logprobs:
-        older.logprobs = (older.logprobs or []) + newer.logprobs
-    older.finish_reason = newer.finish_reason
-    older.stop_reason = newer.stop_reason
+class _Backlog:
+    """Text and ids of one sequence whose reader has stopped for a while: as bytes, which take 10 a token where strings and
+    numbers take 50, and to which a token is added without copying all those before it."""
+
+    __slots__ = ("_text", "_token_ids")
+
+    def __init__(self, completion: CompletionOutput) -> None:
+        """Takes them over from `completion`."""
+        self._text = bytearray()
+        self._token_ids = array("I")
+        self.add(completion)
+        completion.text, completion.token_ids = "", []
+
+    def add(self, completion: CompletionOutput) -> None:
+        self._text += completion.text.encode(errors="surrogatepass")
+        self._token_ids.extend(completion.token_ids)
+
+    def take(self) -> tuple[str, list[int]]:
+        return self._text.decode(errors="surrogatepass"), self._token_ids.tolist()

@@ -6,6 +6,7 @@ output or an error; what still comes for it afterwards is dropped and counted.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -169,7 +170,7 @@ class OutputProcessor:
         """Sequences in flight."""
         return len(self._states)
 
-    def accepted_token_ids(self, handle: int) -> list[int] | None:
+    def accepted_token_ids(self, handle: int) -> array[int] | None:
         """All tokens that its rank was seen to generate, also those whose text is held back; None once it has ended."""
         state = self._states.get(handle)
         return None if state is None else state.accepted

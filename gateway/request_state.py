@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from cores.messages import Finished, FirstToken, TokenLogprobs
@@ -96,7 +97,8 @@ class RequestState:
         self.stream = stream
         self.has_tokens = False  # the first has come
         self.last_token_s = 0.0
-        self.accepted: list[int] = []  # tokens from engines, so that another one can go on from here
+        # Tokens from engines, so that another one can go on from here. Kept to the end: 4 bytes each, not 36 as in a list.
+        self.accepted = array("I")
         self.vector: bytes | None = None  # of a pooling request
         self._tokenizer = tokenizer
         self.detokenizer = IncrementalDetokenizer(tokenizer, params, stream.prompt_token_ids)

@@ -8,11 +8,15 @@ import errno
 import os
 import socket
 import stat
+import sys
 from pathlib import Path
 
 from gateway.config import ServerConfig
 
 BACKLOG = 2048
+# A client that stops reading: the kernel would keep up to 4 MB for it and, as long as its machine answers, for ever.
+MAX_UNSENT_BYTES = 64 * 1024
+READER_TIMEOUT_S = 120
 
 
 class ListenError(RuntimeError):
@@ -31,6 +35,9 @@ def _listen_tcp(host: str, port: int) -> socket.socket:
         raise ListenError(f"cannot listen on --host {host!r}: {error.strerror or error}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform == "linux":  # connections inherit them
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * READER_TIMEOUT_S)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:

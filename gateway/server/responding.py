@@ -18,6 +18,8 @@ from gateway.server.state import REQUEST_ID, STATE
 logger = logging.getLogger(__name__)
 
 CLOSE_DELAY_S = 0.25
+# Of a stream, in the process, behind what the kernel holds. What is above waits as tokens, which take a tenth of an event.
+MAX_UNSENT_BYTES = 16 * 1024
 RANK_HEADER = "X-Gateway-Rank"
 SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -53,6 +55,8 @@ async def _stream(
     response = web.StreamResponse(headers=SSE_HEADERS | _rank_header(first))
     try:
         await response.prepare(request)
+        if request.transport is not None:
+            request.transport.set_write_buffer_limits(MAX_UNSENT_BYTES)
         try:
             end = await _write_outputs(request, response, first, outputs, encoder)
         except ClientConnectionResetError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from cores.sampling_params import RequestOutputKind
 from gateway.errors import EngineGenerateError
-from gateway.output_collector import RequestOutputCollector
+from gateway.output_collector import NUM_PLAIN_TOKENS, RequestOutputCollector
 from gateway.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestStats
 
 TIMEOUT_S = 30.0  # of waits that a bug would make endless
@@ -148,3 +149,41 @@ def test_whatever_the_reads_deltas_joined_are_the_whole(steps: list[tuple[int, s
                 read[completion.index] += completion.text
         collector.check_invariants()
     assert read == sent
+
+
+def test_reader_that_stops_for_20000_tokens_costs_less_than_256_kb() -> None:
+    collector = RequestOutputCollector(DELTA)
+    tracemalloc.start()
+    for i in range(20_000):
+        collector.put(make_output(delta(f" {i:05}", 100_000 + i)))
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    collector.check_invariants()
+    assert num_bytes < 256_000
+    output = collector.get_nowait()
+    assert output == make_output(delta("".join(f" {i:05}" for i in range(20_000)), *range(100_000, 120_000)))
+
+
+@pytest.mark.parametrize("read_after", [1, NUM_PLAIN_TOKENS - 1, NUM_PLAIN_TOKENS, NUM_PLAIN_TOKENS + 1, 999])
+def test_long_backlogs_of_several_sequences_lose_nothing_and_stay_apart(read_after: int) -> None:
+    collector, num_tokens = RequestOutputCollector(DELTA), 1000
+    text, ids, logprobs = {0: "", 1: ""}, {0: [], 1: []}, {0: [], 1: []}  # type: ignore[var-annotated]
+
+    def read() -> None:
+        output = collector.get_nowait()
+        collector.check_invariants()
+        for completion in output.outputs if output else ():
+            text[completion.index] += completion.text
+            ids[completion.index] += completion.token_ids
+            logprobs[completion.index] += completion.logprobs or []
+
+    for i in range(num_tokens):
+        for index in (0, 1):
+            collector.put(make_output(delta("é"[index:] + str(i), i, index=index, logprobs=[logprob(i)])))
+        if i == read_after:
+            read()
+    read()
+    for index in (0, 1):
+        assert text[index] == "".join("é"[index:] + str(i) for i in range(num_tokens))
+        assert ids[index] == list(range(num_tokens))
+        assert [position.chosen.token_id for position in logprobs[index]] == ids[index]

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,3 +73,20 @@ def test_file_that_is_no_socket_is_not_touched(directory: Path) -> None:
     with pytest.raises(ListenError):
         listen(ServerConfig(uds=str(directory / "s")))
     assert (directory / "s").read_text() == "mine"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's socket options")
+def test_a_client_that_stops_reading_costs_the_kernel_little_memory_and_not_for_ever() -> None:
+    listener = listen(ServerConfig(port=0))
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(listener.getsockname())
+        with listener.accept()[0] as connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 120_000
+            connection.setblocking(False)
+            num_bytes = 0
+            with contextlib.suppress(BlockingIOError):
+                while num_bytes < 1024 * 1024:  # without a bound the kernel takes three times as much
+                    num_bytes += connection.send(bytes(1000))
+            assert num_bytes < 256 * 1024
+    listening.close(listener)
