@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -106,7 +106,10 @@ class SamplingParams:
         return None
 
     def verify(self) -> None:
-        """Raises `InvalidParameterError` for the first field whose value is out of range."""
+        """Raises `InvalidParameterError` for the first field whose value is of another type or out of range."""
+        for name, (is_allowed, allowed) in _TYPES.items():
+            if not is_allowed(value := getattr(self, name)):
+                raise InvalidParameterError(name, f"{name} must be {allowed}, got {value!r:.80}")
         for name, low, high in _RANGES:
             _check_range(name, getattr(self, name), low, high)
         if self.top_p <= 0.0:
@@ -135,12 +138,57 @@ class SamplingParams:
             _check_spec(self.structured_outputs)
 
 
+def is_int(value: object) -> bool:
+    return type(value) is int  # True is none
+
+
+def is_text(value: object) -> bool:
+    """A string that can be sent: half of a surrogate pair cannot."""
+    return type(value) is str and (value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value))
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_flag(value: object) -> bool:
+    return type(value) is bool
+
+
+def _is_list(is_item: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, tuple | list) and all(map(is_item, value))
+
+
+def _is_bias(value: object) -> bool:
+    return isinstance(value, dict) and all(map(is_int, value)) and all(map(_is_number, value.values()))
+
+
+def _or_none(is_allowed: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: value is None or is_allowed(value)
+
+
+# What engines could not read would be dropped there as no frame of ours, and its sender would wait for ever. JSON bodies are
+# checked before; this is for programs that fill in the fields themselves.
+_TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
+    **dict.fromkeys(("n", "top_k", "min_tokens"), (is_int, "an integer")),
+    **dict.fromkeys(("seed", "max_tokens", "logprobs", "prompt_logprobs"), (_or_none(is_int), "an integer or None")),
+    **dict.fromkeys(
+        ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+        (_is_number, "a number"),
+    ),
+    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"), (_is_flag, "True or False")),
+    **dict.fromkeys(("stop", "bad_words"), (_is_list(is_text), "a sequence of strings that are valid Unicode")),
+    "stop_token_ids": (_is_list(is_int), "a sequence of integers"),
+    "allowed_token_ids": (_or_none(_is_list(is_int)), "a sequence of integers or None"),
+    "logit_bias": (_or_none(_is_bias), "a map from integers to numbers, or None"),
+}
+
 # (field, lowest, highest); None is unbounded. NaN fails every row.
 _RANGES: tuple[tuple[str, float | None, float | None], ...] = (
     ("n", 1, MAX_N),
     ("temperature", 0.0, 100.0),
     ("top_p", 0.0, 1.0),
-    ("top_k", -1, None),
+    ("top_k", -1, 2**31 - 1),
     ("min_p", 0.0, 1.0),
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),

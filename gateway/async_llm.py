@@ -37,7 +37,7 @@ from gateway.errors import DeadlineExceededError, EngineDeadError, GatewayError,
 from gateway.failover import Failover
 from gateway.grammar_checker import GrammarChecker
 from gateway.group_settings import GroupStore
-from gateway.input_processor import InputProcessor, ProcessedInput
+from gateway.input_processor import InputProcessor, ProcessedInput, check_options
 from gateway.input_session import InputSession
 from gateway.loop_lag import LoopLag
 from gateway.lora_manager import LoraManager
@@ -306,6 +306,10 @@ class AsyncLLM(EngineClient):
         timeout_s: float | None = None,
     ) -> tuple[str, RequestOutputCollector]:
         """Admits, registers and sends a request. Its internal id, and where its outputs come."""
+        check_options(
+            request_id=external_id, priority=priority, data_parallel_rank=pinned_rank, session_id=session_id,
+            cache_salt=cache_salt,
+        )  # fmt: skip
         params, num_tokens = processed.sampling_params, len(processed.prompt_token_ids)
         more = Usage(params.n, num_tokens)
         lora = None if lora_name is None else self.loras.require(lora_name, "lora_request")
@@ -499,11 +503,15 @@ class AsyncLLM(EngineClient):
         self.failover.resume()  # what could not reach that rank any more
 
     def _on_handler_done(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled():
+        if self._stopped:
             return
-        self._handler_error = task.exception()
-        logger.critical("the output handler ended", exc_info=self._handler_error)
-        self.output_processor.fail_all(self.dead_error)
+        if task.cancelled():  # by a program that cancels all tasks of its loop, or whose loop ends: it gets errors, not silence
+            self._handler_error = asyncio.CancelledError("not by shutdown()")
+            logger.warning("the output handler was cancelled, and not by shutdown(): no request can be answered any more")
+        else:
+            self._handler_error = task.exception()
+            logger.critical("the output handler ended", exc_info=self._handler_error)
+        self._leave_ranks(self.output_processor.fail_all(self.dead_error))
 
     # --- operations ---------------------------------------------------------------------------------------------------
 

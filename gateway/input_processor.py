@@ -8,7 +8,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from cores.pooling_params import PoolingParams
-from cores.sampling_params import InvalidParameterError, RequestOutputKind, SamplingParams, StructuredOutputs
+from cores.sampling_params import (
+    InvalidParameterError,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputs,
+    is_int,
+    is_text,
+)
 from gateway.engine_client import ModelConfig
 from gateway.errors import InvalidRequestError
 from gateway.renderer import Renderer
@@ -66,6 +73,8 @@ class InputProcessor:
 
     async def _tokenize(self, prompt: str | Sequence[int], num_to_come: int) -> tuple[list[int], str | None]:
         """Ids, and text if that is what came. So many tokens must fit behind them."""
+        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+            raise InvalidRequestError(f"the prompt must be text or token ids, got {type(prompt).__name__}", "prompt")
         if isinstance(prompt, str):
             self.check_text(prompt)
             token_ids = await self._renderer.encode_async(prompt, add_special_tokens=True)
@@ -163,3 +172,19 @@ class InputProcessor:
         spellings = [text for word in words for stem in [word.lstrip() or word] for text in (stem, " " + stem)]
         sequences = (tuple(encode(text, add_special_tokens=False)) for text in spellings)
         return tuple(dict.fromkeys(sequence for sequence in sequences if sequence))
+
+
+def check_options(
+    *, request_id: str, priority: int, data_parallel_rank: int | None, session_id: str | None, cache_salt: str | None
+) -> None:
+    """What comes with a prompt from a program: an engine could not even read what is of another type. Raises
+    `InvalidRequestError`."""
+    if not (is_int(priority) and -(2**31) <= priority < 2**31):
+        raise InvalidRequestError(f"priority must be an integer of 32 bits, got {priority!r:.80}", "priority")
+    if not (data_parallel_rank is None or is_int(data_parallel_rank)):
+        raise InvalidRequestError(
+            f"data_parallel_rank must be an integer or None, got {data_parallel_rank!r:.80}", "data_parallel_rank"
+        )
+    for name, value in (("request_id", request_id), ("session_id", session_id), ("cache_salt", cache_salt)):
+        if not is_text(value) and (value is not None or name == "request_id"):
+            raise InvalidRequestError(f"{name} must be text that is valid Unicode, got {value!r:.80}", name)

@@ -161,9 +161,12 @@ class OutputProcessor:
             self._fail(stream, error)
         return sorted(siblings)
 
-    def fail_all(self, error: Exception) -> None:
+    def fail_all(self, error: Exception) -> list[int]:
+        """Ends every request with `error`. The handles of their sequences, for engines that live on."""
+        handles = list(self._states)
         for stream in list(self._streams.values()):
             self._fail(stream, error)
+        return handles
 
     @property
     def num_unfinished(self) -> int:

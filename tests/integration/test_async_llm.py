@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -268,3 +269,29 @@ async def test_a_reader_that_leaves_while_its_request_waits_for_a_restart_leaves
     reader.cancel()
     await asyncio.gather(reader, return_exceptions=True)
     assert llm.failover.num_waiting == llm.output_processor.num_unfinished == 0
+
+
+async def test_option_that_no_engine_can_read_is_refused_and_not_waited_for(start: Start) -> None:
+    llm = await start()
+    bad: list[tuple[str, Any]] = [
+        ("priority", "x"), ("priority", 2**70), ("data_parallel_rank", "0"), ("session_id", 5), ("session_id", "\ud800"),
+        ("cache_salt", 0), ("request_id", None), ("prompt", b"bytes"), ("prompt", None),
+    ]  # fmt: skip
+    for name, value in bad:
+        arguments = {"prompt": "x", "sampling_params": params(3), "request_id": "r"} | {name: value}
+        with pytest.raises(InvalidRequestError) as caught:
+            await asyncio.wait_for(anext(llm.generate(**arguments)), DEADLINE_S)
+        assert caught.value.param == name, value
+    assert is_idle(llm)
+
+
+async def test_program_that_cancels_all_tasks_of_its_loop_gets_errors_and_no_silence(start: Start) -> None:
+    llm = await start()
+    reader = asyncio.create_task(collect(llm, "prompt", params(8000)))
+    await until(lambda: llm.output_processor.num_unfinished, "it is in flight")
+    next(task for task in asyncio.all_tasks() if task.get_name() == "output-handler").cancel()
+    with pytest.raises(EngineDeadError, match="the output handler ended"):
+        await asyncio.wait_for(reader, DEADLINE_S)
+    with pytest.raises(EngineDeadError, match="the output handler ended"):
+        await asyncio.wait_for(collect(llm, "prompt", params(3)), DEADLINE_S)
+    assert llm.errored
