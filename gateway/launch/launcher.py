@@ -18,6 +18,8 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import zmq
+
 from cores.codec import Message
 from cores.config import FrontEndAddress
 from cores.launch.interface import LaunchError, RankLauncher
@@ -113,8 +115,11 @@ class Launcher:
     # --- start ---
 
     def open(self) -> None:
-        """Binds the control socket."""
-        self._control.start()
+        """Binds the control socket. Raises `StartError`."""
+        try:
+            self._control.start()
+        except zmq.ZMQError as error:
+            raise StartError(f"cannot open the launcher's socket: {error}") from error
 
     async def start(self) -> None:
         """Returns when requests are served. Raises `StartError`; `stop` is due in every case."""

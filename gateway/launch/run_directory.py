@@ -16,23 +16,33 @@ _LOCK = "lock"
 _MAX_PARENT_LENGTH = 20
 
 
+class RunDirectoryError(RuntimeError):
+    """There is no place for sockets. One line."""
+
+
 class RunDirectory:
     """As a context manager: made with mode 0700, removed at the end whatever happened."""
 
     def __init__(self, parent: Path | None = None) -> None:
-        self._parent = parent or _short_parent()
+        self._parent = parent
         self._lock: int | None = None
         self.path = Path()
 
     def __enter__(self) -> RunDirectory:
-        _remove_abandoned(self._parent)
-        made = Path(tempfile.mkdtemp(prefix="." + _PREFIX, dir=self._parent))
+        try:
+            self._make(self._parent or _short_parent())
+        except OSError as error:
+            raise RunDirectoryError(f"cannot make a directory for sockets: {error}") from error
+        return self
+
+    def _make(self, parent: Path) -> None:
+        _remove_abandoned(parent)
+        made = Path(tempfile.mkdtemp(prefix="." + _PREFIX, dir=parent))
         # Held for as long as this process lives, and no longer, however it ends: says that the directory is in use.
         self._lock = os.open(made / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Only now under the name that other runs look for: one without a holder is fair game for them.
-        self.path = made.rename(self._parent / made.name.removeprefix("."))
-        return self
+        self.path = made.rename(parent / made.name.removeprefix("."))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         _remove(self.path)

@@ -19,8 +19,9 @@ from cores.log import set_up_logging
 from gateway.config import ConfigError, GatewayConfig
 from gateway.launch import listener as listening
 from gateway.launch.launcher import Launcher, StartError
+from gateway.launch.open_files import raise_open_files_limit
 from gateway.launch.ranks import make_rank_launcher
-from gateway.launch.run_directory import RunDirectory
+from gateway.launch.run_directory import RunDirectory, RunDirectoryError
 from gateway.models import with_absolute_paths
 
 logger = logging.getLogger(__name__)
@@ -41,11 +42,14 @@ def serve(config: GatewayConfig, *, is_child: bool = False) -> int:
         return _refuse(error, EXIT_USAGE)
     except listening.ListenError as error:
         return _refuse(error, EXIT_FAILED)
+    raise_open_files_limit()
     stdout = sys.stdout
     try:
         # Ray prints what happens to workers on stdout. People parse ours: the ready line is all that may stand there.
         with RunDirectory() as directory, contextlib.redirect_stdout(sys.stderr):
             return asyncio.run(_serve(config, listener, directory.path, stdout, is_child=is_child))
+    except (RunDirectoryError, StartError) as error:
+        return _refuse(error, EXIT_FAILED)
     finally:
         listening.close(listener)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.launch.run_directory import RunDirectory
+from gateway.launch.run_directory import RunDirectory, RunDirectoryError
 
 
 @pytest.fixture
@@ -64,3 +64,8 @@ def test_directories_that_are_not_ours_are_kept(parent: Path) -> None:
     others.mkdir()
     with RunDirectory(parent):
         assert others.exists()
+
+
+def test_place_where_no_directory_can_be_made_is_one_clear_line() -> None:
+    with pytest.raises(RunDirectoryError, match=r"cannot make a directory for sockets: .*'/proc/"), RunDirectory(Path("/proc")):
+        pass
