@@ -7,7 +7,7 @@ import os
 from cores.config import EngineLaunch, to_plain
 from cores.launch.child_process import ChildProcess
 from cores.launch.interface import LaunchError, RankExit
-from cores.launch.rank_environment import Machine, gpu_variables, thread_variables
+from cores.launch.rank_environment import Machine, gpu_variables, memory_variables, thread_variables
 
 
 class LocalRank:
@@ -56,6 +56,7 @@ class LocalProcessLauncher:
     def _environment(self, launch: EngineLaunch) -> dict[str, str]:
         variables = thread_variables(self._machine, self._num_local_ranks, os.environ)
         if launch.config.engine == "torch":
+            variables |= memory_variables(os.environ)
             variables |= gpu_variables(
                 self._machine, launch.config.device, launch.local_rank, self._num_local_ranks, os.environ
             )

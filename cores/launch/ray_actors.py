@@ -35,7 +35,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cores.config import EngineLaunch, from_plain, to_plain
 from cores.launch.child_process import forward_lines
 from cores.launch.interface import LaunchError, RankExit
-from cores.launch.rank_environment import Machine, thread_variables
+from cores.launch.rank_environment import Machine, memory_variables, thread_variables
 from cores.launch.ray_cluster import EmbeddedRayCluster
 from cores.log import set_up_logging
 
@@ -190,7 +190,8 @@ class RayActorLauncher:
         raise LaunchError(f"{self._num_local_ranks} ranks on this node need a GPU each, Ray has {there}; or use --device cpu")
 
     def _make_actor(self, name: str, pipe: Path, num_gpus: int) -> Any:
-        variables = thread_variables(self._machine, self._num_local_ranks, os.environ) | _import_path(os.environ)
+        variables = thread_variables(self._machine, self._num_local_ranks, os.environ)
+        variables |= memory_variables(os.environ) | _import_path(os.environ)
         return (
             ray.remote(EngineCoreActor)
             .options(

@@ -22,6 +22,9 @@ from cores.sampling_params import SamplingParams
 MIN_TEMPERATURE = 1e-5
 # The nucleus of top-p is looked for among so many of the most likely tokens first: a full sort takes 30 times as long.
 FIRST_NUCLEUS_WIDTH = 64
+# A draw passes over its rows twenty times: on a CPU, so few at a time that they stay in a core's cache.
+ROWS_AT_A_TIME = 4
+CHUNK = 32  # scores, in the search for the highest
 NEG_INF = float("-inf")
 
 
@@ -82,11 +85,14 @@ class Sampler:
         return errors
 
     def _draw(self, logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
-        params = [r.sampling_params for r in requests]
-        scores = filtered_scores(logits, params)
         keys = [draw_key(r.sampling_params.seed or 0, r.num_output_tokens) for r in requests]
-        # `max` finds an index in a third of the time of `argmax` on a CPU.
-        return scores.add_(gumbel_noise(keys, self._index_hashes)).max(dim=-1).indices
+        num_rows = ROWS_AT_A_TIME if logits.device.type == "cpu" else len(requests)
+        drawn = []
+        for i in range(0, len(requests), num_rows):
+            scores = filtered_scores(logits[i : i + num_rows], [r.sampling_params for r in requests[i : i + num_rows]])
+            # `max` finds an index in a third of the time of `argmax` on a CPU.
+            drawn.append(scores.add_(gumbel_noise(keys[i : i + num_rows], self._index_hashes)).max(dim=-1).indices)
+        return torch.cat(drawn)
 
 
 def _byte_biases(device: torch.device) -> torch.Tensor:
@@ -202,9 +208,23 @@ def _drop_below(scores: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
     return scores.masked_fill_(scores < floor, NEG_INF)
 
 
+def top_scores(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """[rows, k]: the highest of each row, in order.
+
+    They lie in the k chunks with the highest maxima, which are found in a tenth of the time that a selection from all takes.
+    """
+    num_chunks = scores.shape[-1] // CHUNK
+    if 4 * k > num_chunks:
+        return scores.topk(k, dim=-1).values
+    chunks = scores[:, : num_chunks * CHUNK].view(len(scores), num_chunks, CHUNK)
+    best = chunks.amax(dim=-1).topk(k, dim=-1).indices
+    candidates = chunks.gather(1, best[:, :, None].expand(-1, -1, CHUNK)).flatten(1)
+    return torch.cat((candidates, scores[:, num_chunks * CHUNK :]), dim=-1).topk(k, dim=-1).values
+
+
 def _top_k_floor(scores: torch.Tensor, top_k: list[int]) -> torch.Tensor:
     """[rows, 1]: the k-th highest score."""
-    best = scores.topk(max(top_k), dim=-1).values
+    best = top_scores(scores, max(top_k))
     return best.gather(1, torch.tensor(top_k, device=scores.device)[:, None] - 1)
 
 
@@ -216,7 +236,7 @@ def _top_p_floor(scores: torch.Tensor, top_p: list[float]) -> torch.Tensor:
     pending, width, vocab_size = torch.arange(len(top_p), device=scores.device), FIRST_NUCLEUS_WIDTH, scores.shape[-1]
     while len(pending):
         width = min(width, vocab_size)
-        best = scores[pending].topk(width, dim=-1).values
+        best = top_scores(scores[pending], width)
         mass = (best - log_total[pending]).double().exp().cumsum(dim=-1)
         # A token is in if those before it do not suffice. The first has none before it.
         num_kept = 1 + (mass[:, :-1] < wanted[pending]).sum(dim=-1, keepdim=True)

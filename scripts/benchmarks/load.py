@@ -187,9 +187,12 @@ def http_request(port: int, path: str, body: bytes, headers: str = "") -> bytes:
 
 def main() -> None:
     try:
-        print(json.dumps(asdict(uvloop.run(run(**json.load(sys.stdin))))))
+        result = uvloop.run(run(**json.load(sys.stdin)))
     except (LoadError, OSError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    # Not print: with PYTHONUNBUFFERED a pipe that takes only a part of a write loses the rest.
+    with open(sys.stdout.fileno(), "wb", closefd=False) as out:
+        out.write(json.dumps(asdict(result)).encode())
 
 
 if __name__ == "__main__":

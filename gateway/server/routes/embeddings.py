@@ -18,7 +18,7 @@ from gateway.outputs import PoolingRequestOutput
 from gateway.server.body import read_body
 from gateway.server.generation import Routing
 from gateway.server.json_response import json_response
-from gateway.server.prompts import split_prompts, tokenized_prompts
+from gateway.server.prompts import MAX_SEQUENCES, split_prompts, tokenized_prompts
 from gateway.server.responding import RANK_HEADER
 from gateway.server.schema import BodyDecoder, EmbeddingRequest
 from gateway.server.state import REQUEST_ID, STATE
@@ -38,6 +38,8 @@ async def create_embeddings(request: web.Request) -> web.Response:
     encoding = _encoding(body)
     routing = Routing.from_request(request, request_id)
     inputs = split_prompts(body.input, "input")
+    if len(inputs) > MAX_SEQUENCES:
+        raise InvalidRequestError(f"input: at most {MAX_SEQUENCES} inputs are allowed, got {len(inputs)}", "input")
     engine.check_admission(len(inputs))
     prompts = await tokenized_prompts(inputs, engine, body.add_special_tokens is not False)
     params = PoolingParams(dimensions=body.dimensions, normalize=body.normalize)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from cores.launch.interface import LaunchError
-from cores.launch.rank_environment import Machine, gpu_variables, thread_variables, threads_per_rank
+from cores.launch.rank_environment import Machine, gpu_variables, memory_variables, thread_variables, threads_per_rank
 
 SMALL = Machine(num_cores=2, num_gpus=0)
 LARGE = Machine(num_cores=16, num_gpus=4)
@@ -24,6 +24,18 @@ def test_threads_wait_without_spinning_where_cores_are_shared() -> None:
     assert thread_variables(SMALL, 2, {})["OMP_WAIT_POLICY"] == "passive"
     assert thread_variables(SMALL, 1, {"OMP_NUM_THREADS": "4"})["OMP_WAIT_POLICY"] == "passive"
     assert thread_variables(SMALL, 2, {"OMP_WAIT_POLICY": "active"})["OMP_WAIT_POLICY"] == "active"
+
+
+def test_threads_of_the_only_engine_spin_for_a_moment_and_not_until_others_starve() -> None:
+    assert thread_variables(SMALL, 1, {})["GOMP_SPINCOUNT"] == "2000"
+    assert "GOMP_SPINCOUNT" not in thread_variables(SMALL, 1, {"OMP_WAIT_POLICY": "active"})
+    assert "GOMP_SPINCOUNT" not in thread_variables(SMALL, 1, {"GOMP_SPINCOUNT": "5"})
+
+
+def test_huge_pages_are_asked_for_beside_what_the_user_has_set() -> None:
+    assert memory_variables({}) == {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    assert memory_variables({"GLIBC_TUNABLES": "a.b.c=2"}) == {"GLIBC_TUNABLES": "a.b.c=2:glibc.malloc.hugetlb=1"}
+    assert memory_variables({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}) == {}
 
 
 def test_each_local_rank_has_its_own_gpu() -> None:

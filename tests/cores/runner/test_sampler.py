@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cores.request import Request
-from cores.runner.sampler import Sampler, TokenMasks, filtered_scores, shape_logits, token_logprobs
+from cores.runner.sampler import CHUNK, Sampler, TokenMasks, filtered_scores, shape_logits, token_logprobs, top_scores
 from cores.sampling_params import SamplingParams
 from cores.testing import make_request
 
@@ -92,6 +92,16 @@ def test_filters_agree_with_the_reference_for_any_mix_of_rows(rows: list[dict[st
     got = filtered_scores(logits.clone(), params).double().softmax(dim=-1).numpy()
     for i, p in enumerate(params):
         np.testing.assert_allclose(got[i], reference_probabilities(logits[i].numpy(), p), rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("k", [1, 7, 64])
+@pytest.mark.parametrize("num_more", [0, 1, CHUNK - 1])
+def test_highest_scores_are_found_among_all_wherever_they_lie(k: int, num_more: int) -> None:
+    scores = torch.randn(8, 512 * CHUNK + num_more).round_(decimals=1)  # with many equal ones
+    scores[1, -40:] += 20  # all in the last chunks and behind them
+    scores[2] = -math.inf
+    scores[3, ::CHUNK] = 30
+    assert torch.equal(top_scores(scores, k), scores.topk(k, dim=-1).values)
 
 
 def test_a_nucleus_wider_than_the_first_look_is_found() -> None:

@@ -75,6 +75,7 @@ async def test_a_vector_can_be_cut_to_a_size_that_the_model_knows(embedder: Serv
         ({"input": [[5], []]}, "input", r"input[1] must not be empty"),
         ({"input": ["Hi", "x" * 1000]}, "input", "input[1]: the prompt has 1001 tokens"),
         ({"input": "x" * 1000}, "input", "input: the prompt has 1001 tokens"),
+        ({"input": ["x"] * 2049}, "input", "at most 2048 inputs are allowed, got 2049"),
         ({"input": [-1]}, "input", "input: prompt: token ids must be integers from 0"),
         ({"input": "Hi", "dimensions": 3}, "dimensions", "one of 2, 4"),
         ({"input": "Hi", "dimensions": 0}, "dimensions", "got 0"),
