@@ -9,9 +9,10 @@ Rules
 Theory of operation
 -------------------
 A step that only decoded, ended no request and found no place for one that waits will repeat, one token longer each time, until
-a command comes, a request ends, or a KV block fills up. So the ends of all those steps are known at once, from the same formula
-in the same order of additions, and their tokens can be booked when the stretch is over or broken off. `fast_forward` says
-whether that is done; no time stamp, report or decision depends on it.
+a command comes, a request ends, or blocks run short. So the ends of all those steps are known at once, from the same formula in
+the same order of additions, and their tokens can be booked when the stretch is over or broken off. Only a request that fills a
+block or needs a new one is booked up to that step and put to the real cache. `fast_forward` says whether all this is done; no
+time stamp, report or decision depends on it.
 """
 
 from __future__ import annotations
@@ -65,6 +66,18 @@ class _Command(NamedTuple):
     is_abort: bool
 
 
+@dataclass(slots=True)
+class Stretch:
+    """Steps that only decode the same requests. The first `num_told` have ended and are reported."""
+
+    requests: list[Request]
+    num_steps: int
+    ends_s: list[float] = field(default_factory=list)
+    num_told: int = 0
+    num_booked: dict[RequestKey, int] = field(default_factory=dict)  # of those, the steps that a request's tokens show
+    by_phase: dict[int, list[Request]] = field(default_factory=dict)  # tokens in the last block, at the beginning
+
+
 class SimulatedScheduler(Scheduler):
     """The engine's, and many of its steps at once where each would be like the last."""
 
@@ -78,26 +91,40 @@ class SimulatedScheduler(Scheduler):
     def num_preemptions(self) -> int:
         return self._num_preemptions
 
-    def num_repeatable_steps(self, batch: SchedulerOutput) -> int:
-        """How many steps like `batch`, which only decoded, follow before a request ends or the KV cache changes."""
-        num_steps, block_size = MAX_STRETCH_STEPS, self.kv_cache.block_size
-        for scheduled in batch.scheduled:
-            request = scheduled.request
-            num_tokens = request.num_tokens
-            in_block = num_tokens % block_size
-            if in_block == 0 or num_tokens > len(request.block_ids) * block_size:
-                return 0  # the next step puts a block into the prefix cache, or takes a new one
-            num_steps = min(num_steps, block_size - in_block, request.max_total_tokens - 1 - num_tokens)
-        return num_steps
+    def begin_stretch(self, batch: SchedulerOutput) -> Stretch | None:
+        """Steps like `batch`, which only decoded, before one that ends a request. None: it is the next, or short of blocks."""
+        requests = [scheduled.request for scheduled in batch.scheduled]
+        num_steps = min(request.max_total_tokens - 1 - request.num_tokens for request in requests)
+        stretch = Stretch(requests, min(num_steps, MAX_STRETCH_STEPS))
+        for request in requests:
+            stretch.by_phase.setdefault(request.num_tokens % self.kv_cache.block_size, []).append(request)
+        return stretch if num_steps > 0 and self.begin_repeat(stretch) else None
 
-    def repeat(self, batch: SchedulerOutput, num_steps: int) -> None:
-        """Books `num_steps` steps like `batch`."""
-        tokens = bytes(num_steps)
-        for scheduled in batch.scheduled:
-            scheduled.request.token_ids.extend(tokens)
-            scheduled.request.num_computed_tokens += num_steps
-        self._num_steps += num_steps
-        self._num_generation_tokens += num_steps * len(batch.scheduled)
+    def begin_repeat(self, stretch: Stretch) -> bool:
+        """What scheduling the next step does to the KV cache. False, and nothing done: it is short of blocks."""
+        size, index = self.kv_cache.block_size, stretch.num_told
+        filling, growing = stretch.by_phase.get(-index % size), stretch.by_phase.get((1 - index) % size)
+        if filling or growing:
+            requests = sorted({id(r): r for r in (*(filling or ()), *(growing or ()))}.values(), key=lambda r: r.queue_key)
+            if self.kv_cache.num_blocks_free < len(requests):
+                return False
+            for request in requests:
+                self._book_repeats(stretch, request)
+                self.kv_cache.grow(request)
+                self.kv_cache.enter_cache(request, request.num_tokens)
+        return True
+
+    def end_stretch(self, stretch: Stretch) -> None:
+        for request in stretch.requests:
+            self._book_repeats(stretch, request)
+        self._num_steps += stretch.num_told
+        self._num_generation_tokens += stretch.num_told * len(stretch.requests)
+
+    def _book_repeats(self, stretch: Stretch, request: Request) -> None:
+        num_steps = stretch.num_told - stretch.num_booked.get(request.key, 0)
+        request.token_ids.extend(bytes(num_steps))
+        request.num_computed_tokens += num_steps
+        stretch.num_booked[request.key] = stretch.num_told
 
     @property
     def waiting(self) -> Iterable[Request]:
@@ -114,15 +141,6 @@ class SimulatedScheduler(Scheduler):
 
 def _record(request: Request) -> SimulatedRequest:
     return cast(SimulatedRequest, request.runner_state)
-
-
-@dataclass(slots=True)
-class _Stretch:
-    """Steps that only decode the same requests. The first `num_told` have ended and are reported."""
-
-    batch: SchedulerOutput
-    ends_s: list[float]
-    num_told: int = 0
 
 
 @dataclass(slots=True)
@@ -174,13 +192,13 @@ class SimulatedRank:
         self._command_seqs = (0,) * num_front_ends
         self._batch: SchedulerOutput | None = None  # of the step that is being computed, if it is not part of a stretch
         self._start_s = 0.0
-        self._stretch: _Stretch | None = None
+        self._stretch: Stretch | None = None
         self._is_calm = True  # nothing was preempted for the batch that is being computed
         self.is_dead = False
 
     @property
     def scheduler(self) -> SimulatedScheduler:
-        """To look at. Within a stretch its requests are as they were at the beginning, `num_unbooked_steps` ago."""
+        """To look at. Within a stretch its requests may be as they were at the beginning, `num_unbooked_steps` ago."""
         return self._scheduler
 
     @property
@@ -224,7 +242,7 @@ class SimulatedRank:
     def die(self) -> None:
         """What is not delivered is lost."""
         if self._stretch is not None:
-            self._scheduler.repeat(self._stretch.batch, self._stretch.num_told)
+            self._scheduler.end_stretch(self._stretch)
         for request in [*self._scheduler.running, *self._scheduler.waiting]:
             record = _record(request)
             record.num_output_tokens = request.num_output_tokens
@@ -290,18 +308,18 @@ class SimulatedRank:
             self._begin_step(now)
 
     def _begin_stretch(self, now: float, batch: SchedulerOutput) -> bool:
-        num_steps = self._scheduler.num_repeatable_steps(batch)
-        if num_steps == 0:
+        stretch = self._scheduler.begin_stretch(batch)
+        if stretch is None:
             return False
-        num_seqs, cost = len(batch.scheduled), self.config.cost
-        num_context_tokens = sum(scheduled.request.num_tokens for scheduled in batch.scheduled)
-        ends_s, end_s = [], now
-        for _ in range(num_steps):
+        num_seqs, cost = len(stretch.requests), self.config.cost
+        num_context_tokens = sum(request.num_tokens for request in stretch.requests)
+        end_s = now
+        for _ in range(stretch.num_steps):
             end_s += self.slowness * cost.step_s(0, num_seqs, num_context_tokens)
-            ends_s.append(end_s)
+            stretch.ends_s.append(end_s)
             num_context_tokens += num_seqs
-        self._stretch = _Stretch(batch, ends_s)
-        self._start_s, self.next_end_s = now, ends_s[0]
+        self._stretch = stretch
+        self._start_s, self.next_end_s = now, stretch.ends_s[0]
         return True
 
     def _break_off(self) -> None:
@@ -312,18 +330,21 @@ class SimulatedRank:
     def _tell_stretch(self, until_s: float) -> None:
         stretch = self._stretch
         assert stretch is not None
-        num_decodes = len(stretch.batch.scheduled)
-        for end_s in stretch.ends_s[stretch.num_told :]:
+        ends_s = stretch.ends_s
+        while stretch.num_told < len(ends_s):
+            end_s = ends_s[stretch.num_told]
             if end_s > until_s:
                 self.next_end_s = end_s
                 return
             stretch.num_told += 1
-            self._log_step(end_s, 0, num_decodes)
+            self._log_step(end_s, 0, len(stretch.requests))
             self._tell(end_s)
             self._start_s = end_s
-        self._scheduler.repeat(stretch.batch, stretch.num_told)
+            if stretch.num_told < len(ends_s) and not self._scheduler.begin_repeat(stretch):
+                del ends_s[stretch.num_told :]
+        self._scheduler.end_stretch(stretch)
         self._stretch = None
-        self._begin_step(stretch.ends_s[-1])
+        self._begin_step(ends_s[-1])
 
     def _log_step(self, now: float, num_prompt_tokens: int, num_decodes: int) -> None:
         step_s = now - self._start_s

@@ -10,6 +10,7 @@ from aiohttp.typedefs import Handler
 
 from gateway.errors import InvalidRequestError
 from gateway.server.failure import Failure, to_failure
+from gateway.server.orca import FORMAT_HEADER, METRICS_HEADER, known_format
 from gateway.server.state import REQUEST_ID, STATE
 from gateway.version import __version__
 
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 REQUEST_ID_HEADER = "X-Request-Id"
 MAX_ID_LENGTH = 256
 PLAIN_ID = f"1 to {MAX_ID_LENGTH} printable ASCII characters"
+LOAD_FORMAT = web.RequestKey("load_format", str)  # in which the caller asks for our load
 SERVER_NAME = f"gateway/{__version__}"
 
 
@@ -28,6 +30,8 @@ async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         request[REQUEST_ID] = _request_id(request)
         _authorize(request)
+        if (load_format := request.headers.get(FORMAT_HEADER)) is not None:
+            request[LOAD_FORMAT] = known_format(load_format)
         return await handler(request)
     except ClientConnectionResetError:
         raise  # nobody is left to be told
@@ -44,6 +48,9 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     # aiohttp refuses an unknown `Expect` by itself: then `edge` has not seen the request.
     response.headers[REQUEST_ID_HEADER] = request.get(REQUEST_ID) or uuid.uuid4().hex
     response.headers["Server"] = SERVER_NAME
+    if load_format := request.get(LOAD_FORMAT):
+        state = request.app[STATE]
+        response.headers[METRICS_HEADER] = state.orca.header(load_format, state.status())
 
 
 def _request_id(request: web.Request) -> str:

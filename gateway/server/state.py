@@ -16,6 +16,7 @@ from gateway.errors import InvalidRequestError, OverloadedError
 from gateway.front_end_board import FrontEndBoard, whole_endpoint
 from gateway.metrics import RequestMetrics
 from gateway.server.auth import KeyRing
+from gateway.server.orca import OrcaReports
 from gateway.status import StatusSnapshot
 from gateway.version import __version__
 
@@ -35,9 +36,11 @@ class ServerState:
     busy_connections: set[asyncio.BaseProtocol] = field(default_factory=set)  # those with a request under way
     started_s: float = field(default_factory=time.monotonic)
     keys: KeyRing = field(init=False)
+    orca: OrcaReports = field(init=False)
 
     def __post_init__(self) -> None:
         self.keys = KeyRing(self.config.server.api_key)
+        self.orca = OrcaReports(self.config.engine.max_num_seqs)
 
     def require_engine(self) -> EngineClient:
         """Raises `OverloadedError` while the engine is starting."""

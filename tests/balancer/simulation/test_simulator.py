@@ -46,11 +46,14 @@ FAULTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS.keys())
-@pytest.mark.parametrize("num_kv_blocks", [16, 200], ids=["cache too small", "cache"])
-def test_fast_forward_changes_no_time_stamp(faults: dict[str, Any], num_kv_blocks: int) -> None:
-    trace = chats(150, rate_per_s=12.0)
+@pytest.mark.parametrize(
+    ("num_kv_blocks", "block_size"), [(200, 512), (16, 512), (600, 16)], ids=["cache", "small cache", "small cache and blocks"]
+)
+def test_fast_forward_changes_no_time_stamp(faults: dict[str, Any], num_kv_blocks: int, block_size: int) -> None:
+    trace = chats(120, rate_per_s=12.0)
+    cache = {"num_kv_blocks": num_kv_blocks, "block_size": block_size}
     fast, slow = (
-        simulate("least_tokens", make_config(fast_forward=fast_forward, num_kv_blocks=num_kv_blocks, **faults), trace)
+        simulate("prefix_affinity", make_config(fast_forward=fast_forward, **cache, **faults), trace)
         for fast_forward in (True, False)
     )
     assert story(fast) == story(slow)

@@ -32,6 +32,8 @@ def chats(num_requests: int, *, seed: int = 0, rate_per_s: float = 6.0, num_user
     return trace
 
 
-def make_config(num_ranks: int = 3, *, fast_forward: bool = True, num_kv_blocks: int = 64, **fields: Any) -> SimulationConfig:
-    rank = RankConfig(cost=COST, num_kv_blocks=num_kv_blocks, block_size=512, fast_forward=fast_forward)
+def make_config(
+    num_ranks: int = 3, *, fast_forward: bool = True, num_kv_blocks: int = 64, block_size: int = 512, **fields: Any
+) -> SimulationConfig:
+    rank = RankConfig(cost=COST, num_kv_blocks=num_kv_blocks, block_size=block_size, fast_forward=fast_forward)
     return SimulationConfig(num_ranks=num_ranks, rank=rank, **fields)
