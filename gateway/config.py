@@ -45,11 +45,18 @@ class ParallelConfig:
     """How many ranks there are, where, and which of them this endpoint serves."""
 
     data_parallel_size: int = opt(1, "engine cores (ranks) in the group", min=1, aliases=("-dp",))
+    data_parallel_size_local: int | None = opt(
+        None, "ranks of this node, with hybrid or multi-port external load balancing; default: all", min=1
+    )
     data_parallel_rank: int | None = opt(None, "this endpoint's rank (external load balancing)", min=0)
+    data_parallel_start_rank: int | None = opt(
+        None, "the first rank of this node, with hybrid or multi-port external load balancing; default: 0", min=0
+    )
     data_parallel_address: str = opt("127.0.0.1", "address of the group's coordinator, started beside rank 0")
     data_parallel_rpc_port: int = opt(29550, "port of the group's coordinator", min=1, max=65535)
     data_parallel_external_lb: bool = opt(False, "a load balancer stands in front: one endpoint per rank")
     data_parallel_multi_port_external_lb: bool = opt(False, "supervise one external-LB endpoint per rank, on ports port + i")
+    data_parallel_hybrid_lb: bool = opt(False, "one endpoint per node, which balances over its own ranks")
     data_parallel_backend: Literal["ray", "mp"] = opt("ray", "engine cores as Ray actors, or as plain local processes")
     ray_address: str | None = opt(None, "Ray cluster to join; default: RAY_ADDRESS, else an embedded one")
 
@@ -64,8 +71,26 @@ class ParallelConfig:
             raise ConfigError("--data-parallel-external-lb needs --data-parallel-rank: each endpoint serves one rank")
         if self.data_parallel_rank is not None and not self.data_parallel_external_lb:
             raise ConfigError("--data-parallel-rank needs --data-parallel-external-lb")
-        if self.data_parallel_external_lb and self.data_parallel_multi_port_external_lb:
-            raise ConfigError("--data-parallel-external-lb and --data-parallel-multi-port-external-lb exclude each other")
+        modes = self._modes()
+        if len(modes) > 1:
+            raise ConfigError(f"{modes[0]} and {modes[1]} exclude each other")
+        size, num_local, start = self.data_parallel_size, self.data_parallel_size_local, self.data_parallel_start_rank
+        if not modes and (start is not None or num_local not in (None, size)):
+            name = "--data-parallel-size-local" if start is None else "--data-parallel-start-rank"
+            raise ConfigError(f"{name} needs --data-parallel-hybrid-lb or one of the external modes")
+        if (start or 0) + (num_local or 1) > size:
+            raise ConfigError(
+                f"--data-parallel-start-rank plus --data-parallel-size-local must be at most --data-parallel-size ({size}),"
+                f" got {start or 0} and {num_local or 1}"
+            )
+
+    def _modes(self) -> list[str]:
+        """Those of several endpoints that were asked for."""
+        return [
+            "--" + name.replace("_", "-")
+            for name in ("data_parallel_external_lb", "data_parallel_multi_port_external_lb", "data_parallel_hybrid_lb")
+            if getattr(self, name)
+        ]
 
     @property
     def is_external(self) -> bool:
@@ -73,11 +98,22 @@ class ParallelConfig:
         return self.data_parallel_external_lb and self.data_parallel_size > 1
 
     @property
+    def has_others(self) -> bool:
+        """The group has ranks behind other endpoints."""
+        return len(self.ranks) < self.data_parallel_size
+
+    @property
+    def ranks_of_node(self) -> tuple[int, ...]:
+        """The ranks of all endpoints that were started together on this node."""
+        start = self.data_parallel_start_rank or 0
+        return tuple(range(start, start + (self.data_parallel_size_local or self.data_parallel_size - start)))
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that this endpoint launches and serves."""
         if self.data_parallel_rank is not None:
             return (self.data_parallel_rank,)
-        return tuple(range(self.data_parallel_size))
+        return self.ranks_of_node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

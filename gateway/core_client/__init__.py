@@ -1,8 +1,10 @@
 """The three clients that reach engine cores, from one core to a balanced group. `make_async_mp_client` chooses.
 
 AsyncMPClient        one engine core; owns transport, handshake, heartbeats, utility calls and the death funnel
-├── DPAsyncMPClient    external load balancer in front: its own rank only, plus the coordinator's view of the group
-└── DPLBAsyncMPClient  internal load balancing: asks the balancer for a rank per request
+├── DPAsyncMPClient    external load balancer in front: its own rank only
+└── DPLBAsyncMPClient  internal or hybrid load balancing: asks the balancer for a rank per request, of all ranks or its node's
+
+An endpoint that is a part of its group (external, hybrid) also has a `GroupView`.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from gateway.core_client.base import (
     Received,
     SentRequest,
 )
+from gateway.core_client.group_view import GroupView
 from gateway.core_client.launcher_link import LauncherLink
 from gateway.core_client.rank import RankLife
 from gateway.core_client.ranks import Ranks
@@ -80,6 +81,9 @@ class AsyncMPClient(EngineCoreClient):
             on_serving=self._on_serving,
         )  # fmt: skip
         self.link = LauncherLink(self._context, self.ranks.on_group_state, self._on_shutdown, self._on_abort)
+        self._group: GroupView | None = None
+        if config.parallel.has_others:
+            self._group = GroupView(config.parallel, self._context, place.url, self.ranks.report, clock)
         self.embedded: EmbeddedLauncher | None = None
         self._utilities = UtilityCalls()
         self._last_handle = 0
@@ -90,6 +94,8 @@ class AsyncMPClient(EngineCoreClient):
     # --- life of the client -------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
+        if self._group is not None:
+            self._group.start()
         place = self.place
         input_address = self._commands.bind(ipc_address(place.run_directory, f"fe{place.index}-in"))
         output_address = self._outputs.bind(ipc_address(place.run_directory, f"fe{place.index}-out"))
@@ -130,6 +136,8 @@ class AsyncMPClient(EngineCoreClient):
         self._closed = True
         if self._ticker is not None:
             self._ticker.cancel()
+        if self._group is not None:
+            self._group.close()
         self.ranks.close()
         self._utilities.fail_all(EngineDeadError("the engine client was shut down"))
         try:
@@ -421,5 +429,5 @@ class AsyncMPClient(EngineCoreClient):
         return self.ranks.statuses(now)
 
     def group_status(self, now: float) -> tuple[dict[str, Any], ...]:
-        """What is known of the group's other endpoints. Only an external load balancer has any."""
-        return ()
+        """What is known of the group's ranks, here and behind other endpoints. Nothing where there are no others."""
+        return () if self._group is None else self._group.status(now)

@@ -274,5 +274,9 @@ class Ranks:
         """Prompt tokens that the ranks say they still have to compute."""
         return sum(life.load.num_prefill_tokens for life in self.lives if life.health.is_eligible)
 
+    def report(self) -> tuple[tuple[m.RankId, str, m.RankLoad], ...]:
+        """What other endpoints are told of them."""
+        return tuple((life.rank_id, life.health.state.value, life.load) for life in self.lives)
+
     def statuses(self, now: float) -> list[RankStatus]:
         return [rank.status(now, self._ledger.booked_tokens(rank.life.rank_id)) for rank in self]

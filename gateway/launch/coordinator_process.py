@@ -78,4 +78,4 @@ class NoCoordinator:
 
 
 def make_coordinator(config: ParallelConfig) -> CoordinatorProcess | NoCoordinator:
-    return CoordinatorProcess(config) if config.is_external and config.data_parallel_rank == 0 else NoCoordinator()
+    return CoordinatorProcess(config) if config.has_others and 0 in config.ranks else NoCoordinator()

@@ -47,7 +47,7 @@ from gateway.launch.coordinator_process import make_coordinator
 from gateway.launch.front_end_process import HELLO_TIMEOUT_S, ChildFrontEnd, FrontEnd, ParentFrontEnd
 from gateway.launch.group_ledger import GroupLedger
 from gateway.launch.rank_supervisor import RankPlan, RankSupervisor
-from gateway.launch.ranks import num_ranks_on_node
+from gateway.launch.ranks import ranks_on_node
 
 logger = logging.getLogger(__name__)
 
@@ -154,13 +154,13 @@ class Launcher:
 
     def _plan(self) -> RankPlan:
         parallel = self._config.parallel
-        num_local = num_ranks_on_node(parallel)
+        local = ranks_on_node(parallel)
         return RankPlan(
             engine=self._config.engine,
             control_address=self._control.address,
             front_ends=tuple(self._addresses.values()),
-            num_threads=threads_per_rank(Machine.here(), num_local, os.environ),
-            first_rank=0 if num_local == parallel.data_parallel_size else parallel.ranks[0],
+            num_threads=threads_per_rank(Machine.here(), len(local), os.environ),
+            first_rank=local[0],
             ready_timeout_s=self._config.fault.engine_ready_timeout,
             log_level=self._config.log_level,
         )

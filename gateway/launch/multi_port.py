@@ -50,20 +50,20 @@ def supervise(config: GatewayConfig) -> int:
 
 
 def endpoint_configs(config: GatewayConfig) -> list[GatewayConfig]:
-    """One for each rank. Raises `ConfigError` for what several endpoints cannot share."""
-    size = config.parallel.data_parallel_size
+    """One for each rank of this node. Raises `ConfigError` for what several endpoints cannot share."""
+    ranks = config.parallel.ranks_of_node
     if config.server.uds:
         raise ConfigError("--uds is one socket: several endpoints cannot share it; use --port")
-    if config.server.port + size - 1 > 65535:
-        raise ConfigError(f"--port must be at most {65536 - size} for {size} endpoints, got {config.server.port}")
-    return [_endpoint_config(config, rank) for rank in range(size)]
+    if config.server.port + len(ranks) - 1 > 65535:
+        raise ConfigError(f"--port must be at most {65536 - len(ranks)} for {len(ranks)} endpoints, got {config.server.port}")
+    return [_endpoint_config(config, rank, i) for i, rank in enumerate(ranks)]
 
 
-def _endpoint_config(config: GatewayConfig, rank: int) -> GatewayConfig:
+def _endpoint_config(config: GatewayConfig, rank: int, index: int) -> GatewayConfig:
     port = config.server.port
     return dataclasses.replace(
         config,
-        server=dataclasses.replace(config.server, port=port + rank if port else 0),
+        server=dataclasses.replace(config.server, port=port + index if port else 0),
         parallel=dataclasses.replace(
             config.parallel,
             data_parallel_multi_port_external_lb=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from cores.config import is_loopback
@@ -11,13 +12,16 @@ from cores.launch.ray_cluster import use_own_token
 from gateway.config import GatewayConfig, ParallelConfig
 
 
-def num_ranks_on_node(config: ParallelConfig) -> int:
-    """How many ranks share this machine's cores and GPUs. Endpoints whose coordinator has a loopback address are all here."""
-    return config.data_parallel_size if is_loopback(config.data_parallel_address) else len(config.ranks)
+def ranks_on_node(config: ParallelConfig) -> Sequence[int]:
+    """The ranks that share this machine's cores and GPUs. Endpoints whose coordinator has a loopback address are all here."""
+    if is_loopback(config.data_parallel_address):
+        return range(config.data_parallel_size)
+    alone = config.is_external and config.data_parallel_size_local is None
+    return config.ranks if alone else config.ranks_of_node
 
 
 def make_rank_launcher(config: GatewayConfig, run_directory: Path) -> RankLauncher:
-    num_local_ranks = num_ranks_on_node(config.parallel)
+    num_local_ranks = len(ranks_on_node(config.parallel))
     if config.parallel.data_parallel_backend == "mp":
         return LocalProcessLauncher(num_local_ranks)
     if config.parallel.ray_address is None:

@@ -172,6 +172,23 @@ def test_missing_config_file_is_named() -> None:
             ("serve", "m", "--data-parallel-external-lb"),
             "gateway serve: --data-parallel-external-lb needs --data-parallel-rank",
         ),
+        (
+            ("serve", "m", "-dp", "4", "--data-parallel-hybrid-lb", "--data-parallel-external-lb", "--data-parallel-rank", "0"),
+            "gateway serve: --data-parallel-external-lb and --data-parallel-hybrid-lb exclude each other",
+        ),
+        (
+            ("serve", "m", "-dp", "4", "--data-parallel-size-local", "2"),
+            "gateway serve: --data-parallel-size-local needs --data-parallel-hybrid-lb or one of the external modes",
+        ),
+        (
+            ("serve", "m", "-dp", "4", "--data-parallel-start-rank", "0"),
+            "gateway serve: --data-parallel-start-rank needs --data-parallel-hybrid-lb or one of the external modes",
+        ),
+        (
+            ("serve", "m", "-dp", "2", "--data-parallel-hybrid-lb", "--data-parallel-start-rank", "2"),
+            "gateway serve: --data-parallel-start-rank plus --data-parallel-size-local must be at most"
+            " --data-parallel-size (2), got 2 and 1",
+        ),
         (("serve", "m", "--lora-modules", "a=b"), "gateway serve: --lora-modules needs --enable-lora"),
         (("serve", "m", "--enable-lora", "--lora-modules", "a"), "gateway serve: --lora-modules takes NAME=PATH, got 'a'"),
         (

@@ -8,7 +8,7 @@ import pytest
 from cores.launch.local_processes import LocalProcessLauncher
 from gateway.config import ConfigError, GatewayConfig, ParallelConfig, ServerConfig
 from gateway.launch.multi_port import endpoint_configs
-from gateway.launch.ranks import make_rank_launcher, num_ranks_on_node
+from gateway.launch.ranks import make_rank_launcher, ranks_on_node
 
 
 def make_config(size: int, **server: object) -> GatewayConfig:
@@ -44,7 +44,20 @@ def test_endpoints_share_this_machine_if_their_coordinator_has_a_loopback_addres
     config = ParallelConfig(
         data_parallel_size=4, data_parallel_external_lb=True, data_parallel_rank=2, data_parallel_address=address
     )
-    assert num_ranks_on_node(config) == num_ranks
+    assert len(ranks_on_node(config)) == num_ranks
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "10.0.0.7"])
+def test_a_node_of_several_serves_its_own_ranks_on_its_first_ports(address: str) -> None:
+    parallel = ParallelConfig(
+        data_parallel_size=8, data_parallel_multi_port_external_lb=True, data_parallel_start_rank=4, data_parallel_size_local=2,
+        data_parallel_address=address,
+    )  # fmt: skip
+    endpoints = endpoint_configs(GatewayConfig(server=ServerConfig(port=9000), parallel=parallel))
+    assert [(e.server.port, e.parallel.ranks) for e in endpoints] == [(9000, (4,)), (9001, (5,))]
+    # Which cores and GPUs are whose: all ranks of the group are on this machine, or those two.
+    expected = list(range(8)) if address == "127.0.0.1" else [4, 5]
+    assert [list(ranks_on_node(e.parallel)) for e in endpoints] == [expected] * 2
 
 
 def test_backend_chooses_the_rank_launcher(tmp_path: Path) -> None:

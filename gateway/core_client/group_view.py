@@ -1,0 +1,75 @@
+"""One endpoint as a member of its group: tells the coordinator how its own ranks are and hears how the others' are.
+
+It only informs. Serving never depends on it, nor on the coordinator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from cores.messages import LOAD_REPORT_INTERVAL_S, GroupLoads
+from gateway.config import ParallelConfig
+from gateway.core_client.coordinator_link import CoordinatorLink, RankRows
+
+IDLE_REPORT_INTERVAL_S = 1.0
+
+
+class GroupView:
+    """From `start` to `close`. `own_ranks` gives the rows to report, `url` where this endpoint is reached."""
+
+    def __init__(
+        self,
+        config: ParallelConfig,
+        context: zmq.Context[zmq.Socket[bytes]],
+        url: str,
+        own_ranks: Callable[[], RankRows],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._address = f"tcp://{config.data_parallel_address}:{config.data_parallel_rpc_port}"
+        self._link = CoordinatorLink(context, self._on_group_loads)
+        self._url = url
+        self._own_ranks = own_ranks
+        self._clock = clock
+        self._reporter: asyncio.Task[None] | None = None
+        self._loads: GroupLoads | None = None
+        self._loads_at_s = 0.0
+
+    def start(self) -> None:
+        self._link.start(self._address)
+        self._reporter = asyncio.create_task(self._report_for_ever(), name="coordinator-reporter")
+
+    def close(self) -> None:
+        if self._reporter is not None:
+            self._reporter.cancel()
+        self._link.close()
+
+    async def _report_for_ever(self) -> None:
+        last_ranks, last_s = None, 0.0
+        while True:
+            ranks = self._own_ranks()
+            is_due = ranks != last_ranks or self._clock() - last_s >= IDLE_REPORT_INTERVAL_S
+            if is_due and self._link.report(self._url, ranks):
+                last_ranks, last_s = ranks, self._clock()
+            await asyncio.sleep(LOAD_REPORT_INTERVAL_S)
+
+    def _on_group_loads(self, loads: GroupLoads) -> None:
+        self._loads, self._loads_at_s = loads, self._clock()
+
+    def status(self, now: float) -> tuple[dict[str, Any], ...]:
+        """A row for each rank of the group that the coordinator knows of, our own included."""
+        if self._loads is None:
+            return ()
+        age_s = now - self._loads_at_s
+        return tuple(
+            {
+                "rank": rank_id.rank, "epoch": rank_id.epoch, "state": state, "url": url, "waiting": load.num_waiting,
+                "running": load.num_running, "kv_cache_usage": round(load.kv_cache_usage, 4),
+                "queued_tokens": load.num_prefill_tokens, "age_s": round(row_age_s + age_s, 3),
+            }
+            for rank_id, state, load, url, row_age_s in self._loads.ranks
+        )  # fmt: skip
