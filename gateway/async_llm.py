@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import os
 import random
 import shutil
 import tempfile
@@ -24,6 +23,7 @@ from cores.messages import RankId
 from cores.pooling_params import PoolingParams
 from cores.sampling_params import SamplingParams
 from gateway.admission import Admission, OneFrontEnd, Usage, UsageSlots
+from gateway.client_status import snapshot_of
 from gateway.config import GatewayConfig
 from gateway.core_client import AsyncMPClient, make_async_mp_client
 from gateway.core_client.base import FrontEndPlace
@@ -46,9 +46,8 @@ from gateway.renderer import Renderer
 from gateway.request_logger import RequestLogger
 from gateway.request_sender import RequestOptions, RequestSender
 from gateway.shared_value import OwnValue
-from gateway.stat_loggers import LogLine, StatLoggerFactory, StatLoggers
-from gateway.status import BalancerStatus, FrontEndStatus, StatusSnapshot, Totals
-from gateway.version import __version__
+from gateway.stat_loggers import LogLine, StatLoggerFactory, StatLoggers, make_tracer
+from gateway.status import StatusSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +128,7 @@ class AsyncLLM(EngineClient):
         Raises `ConfigError` for a setting or model directory that cannot be used, `EngineDeadError` with the engine's own cause
         when a rank does not start.
         """
+        tracer = make_tracer(config)
         own_run_directory = None
         if place is None:
             own_run_directory = tempfile.mkdtemp(prefix="gateway-")
@@ -158,7 +158,7 @@ class AsyncLLM(EngineClient):
             raise
         llm._own_run_directory = own_run_directory
         try:
-            llm._start(stat_loggers)
+            llm._start([*stat_loggers, *tracer])
             for rank_id in core_client.serving:
                 await llm.restore_rank(rank_id)
             await llm.loras.adopt()
@@ -413,8 +413,8 @@ class AsyncLLM(EngineClient):
         self._stopped = True
         self.output_handler.stop()
         self.loop_lag.stop()
-        self.stats.close()
         self.output_processor.fail_all(EngineDeadError("the engine client was shut down"))
+        await self.stats.close()  # they have heard of every end
         self.renderer.close()
         await self.grammar_checker.close()
         await self.core_client.shutdown()
@@ -430,49 +430,5 @@ class AsyncLLM(EngineClient):
     # --- what it looks like -------------------------------------------------------------------------------------------
 
     def status(self) -> StatusSnapshot:
-        now, client, counters = self._clock(), self.core_client, self.output_processor.counters
-        ranks = tuple(client.rank_statuses(now))
-        ages = [rank.signal_age_ms for rank in ranks if rank.signal_age_ms is not None]
-        front_end = FrontEndStatus(
-            index=self.core_client.place.index,
-            pid=os.getpid(),
-            in_flight=self.output_processor.num_unfinished,
-            queued=self.failover.num_waiting + client.num_queued,
-            event_loop_lag_ms=self.loop_lag.worst_ms,
-        )
-        totals = Totals(
-            requests=self.sender.num_requests,
-            aborted=counters.aborted,
-            failed=counters.failed,
-            rejected=self.admission.num_rejected,
-            moved=self.failover.num_moved,
-            expired=self.sender.num_expired,
-            prompt_tokens=counters.prompt_tokens,
-            generation_tokens=counters.generation_tokens,
-        )
-        balancer = self.config.balancer
-        policy = balancer.load_balancing_policy if len(ranks) > 1 else "none"
-        return StatusSnapshot(
-            version=__version__,
-            mode=type(client).__name__,
-            model=self.model_config.name,
-            uptime_s=round(now - self._started_s, 3),
-            state=self._state([rank.state for rank in ranks]),
-            front_ends=(front_end,),
-            ranks=ranks,
-            totals=totals,
-            balancer=BalancerStatus(policy=policy, dispatch=balancer.dispatch, signal_age_ms=max(ages, default=None)),
-            events=client.events.events(now),
-            group=client.group_status(now),
-            max_loras=self.config.engine.max_loras if self.loras.is_enabled else 0,
-            loras=self.loras.statuses(self.output_processor.count_by_lora),
-        )
-
-    def _state(self, rank_states: list[str]) -> str:
-        if self.errored or self._stopped:
-            return "dead"
-        if self._draining:
-            return "draining"
-        if all(state == "ready" for state in rank_states):
-            return "ready"
-        return self.core_client.standstill or "degraded"
+        now = self._clock()
+        return snapshot_of(self, now, uptime_s=now - self._started_s, is_draining=self._draining)

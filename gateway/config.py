@@ -168,9 +168,15 @@ class ObservabilityConfig:
     disable_log_stats: bool = opt(False, "no statistics: no line in the log every 10 s, no histograms in /metrics")
     enable_log_requests: bool = opt(False, "two lines in the log per request; with --log-level debug also its prompt")
     max_log_len: int | None = opt(None, "characters or token ids of a prompt that are logged; default: all", min=0)
+    otlp_traces_endpoint: str | None = opt(
+        None, "OTLP collector (HTTP) that gets a trace per request, like http://127.0.0.1:4318/v1/traces"
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
+        url = self.otlp_traces_endpoint
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise ConfigError(f"--otlp-traces-endpoint must be an http:// or https:// URL, got {url!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,14 +8,16 @@ log, and neither a request nor another logger notices; it must not block, since 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
 from cores.log import is_worth_a_line
-from gateway.config import GatewayConfig
+from gateway.config import ConfigError, GatewayConfig
 from gateway.output_processor import FinishedRequest, OutputProcessor, TokenTimes
 from gateway.status import StatusSnapshot
 
@@ -23,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 PLUGIN_GROUP = "gateway.stat_loggers"
 INTERVAL_S = 10.0
+CLOSE_TIMEOUT_S = 5.0
 
 
 class StatLogger:
@@ -43,7 +46,7 @@ class StatLogger:
         """Every ten seconds, and whenever `do_log_stats()` is called."""
 
     def close(self) -> None:
-        """At the end of the engine client."""
+        """At the end of the engine client, in a thread of its own, which is not waited for much longer than five seconds."""
 
 
 StatLoggerFactory = Callable[[GatewayConfig, int], StatLogger]
@@ -121,11 +124,27 @@ class StatLoggers:
         for entry in self._for_interval:
             entry.call(entry.logger.on_interval, snapshot)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         if self._ticker is not None:
             self._ticker.cancel()
-        for entry in self._entries:
-            entry.call(entry.logger.close)
+        closing = [entry for entry in self._entries if entry.hears("close")]
+        if not closing:
+            return
+        loop, closed = asyncio.get_running_loop(), asyncio.Event()
+
+        def close_all() -> None:
+            for entry in closing:
+                entry.call(entry.logger.close)
+            with contextlib.suppress(RuntimeError):  # the loop has not waited, and is gone
+                loop.call_soon_threadsafe(closed.set)
+
+        # A daemon: one that hangs, in the network say, must hold up neither the loop nor the end of the process.
+        threading.Thread(target=close_all, name="stat-loggers-close", daemon=True).start()
+        try:
+            await asyncio.wait_for(closed.wait(), CLOSE_TIMEOUT_S)
+        except TimeoutError:
+            names = ", ".join(repr(entry.name) for entry in closing)
+            logger.warning("stat loggers %s have not closed within %g s", names, CLOSE_TIMEOUT_S)
 
     def _on_tokens(self, times: TokenTimes) -> None:
         for entry in self._for_tokens:
@@ -140,6 +159,21 @@ class StatLoggers:
             await asyncio.sleep(INTERVAL_S)
             if self._for_interval:
                 self.on_interval(snapshot())
+
+
+def make_tracer(config: GatewayConfig) -> list[StatLoggerFactory]:
+    """One, if a traces endpoint is configured. Raises `ConfigError` if the packages are missing."""
+    endpoint = config.observability.otlp_traces_endpoint
+    if endpoint is None:
+        return []
+    try:
+        from gateway.tracing import RequestTracer
+    except ImportError as error:
+        raise ConfigError(
+            f"--otlp-traces-endpoint needs OpenTelemetry, which is not installed: pip install 'dp-gateway[tracing]' ({error})"
+        ) from error
+    model = (config.server.served_model_name or (config.engine.model,))[0]
+    return [lambda _config, _index: RequestTracer(endpoint, model)]
 
 
 def _on_ticker_done(task: asyncio.Task[None]) -> None:

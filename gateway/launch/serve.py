@@ -58,6 +58,10 @@ def check_machine(config: GatewayConfig) -> None:
     parallel = config.parallel
     if parallel.data_parallel_backend == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError("--data-parallel-backend ray needs the package ray, which is not installed; or use mp")
+    if config.observability.otlp_traces_endpoint is not None:
+        from gateway.stat_loggers import make_tracer  # front ends need what it imports, a launcher does not
+
+        make_tracer(config)
     server = config.server
     files = {"chat-template": server.chat_template, "ssl-certfile": server.ssl_certfile, "ssl-keyfile": server.ssl_keyfile}
     for flag, path in files.items():

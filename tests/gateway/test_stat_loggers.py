@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_nothing_is_collected_for_nobody(outputs: OutputProcessor, loggers: Stat
     assert not loggers.wants_traces
 
 
-def test_several_hear_everything(outputs: OutputProcessor, loggers: StatLoggers) -> None:
+async def test_several_hear_everything(outputs: OutputProcessor, loggers: StatLoggers) -> None:
     memories = [Memory(GatewayConfig(), index) for index in range(2)]
     for memory in memories:
         loggers.add("memory", memory)
@@ -89,11 +90,11 @@ def test_several_hear_everything(outputs: OutputProcessor, loggers: StatLoggers)
     outputs.on_tokens(times)
     finish(outputs)
     loggers.on_interval(SNAPSHOT)
-    loggers.close()
+    await loggers.close()
     assert [memory.heard for memory in memories] == [[index, times, FINISHED, SNAPSHOT, "closed"] for index in range(2)]
 
 
-def test_one_that_fails_is_named_and_the_others_hear_on(
+async def test_one_that_fails_is_named_and_the_others_hear_on(
     outputs: OutputProcessor, loggers: StatLoggers, caplog: pytest.LogCaptureFixture
 ) -> None:
     loggers.add("broken", Broken())
@@ -101,12 +102,28 @@ def test_one_that_fails_is_named_and_the_others_hear_on(
     loggers.add("memory", memory)
     for _ in range(100):
         finish(outputs)
-    loggers.close()
+    await loggers.close()
     assert memory.heard == [0, *[FINISHED] * 100, "closed"]
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0] == "stat logger 'broken' failed (1 times so far)"
     assert len(lines) == 7  # the 1st, 2nd, 4th ... 64th time: a flood does not fill the disk
     assert loggers.wants_traces
+
+
+async def test_one_that_does_not_close_holds_up_nobody_for_long(
+    loggers: StatLoggers, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = threading.Event()
+
+    class Hanging(StatLogger):
+        def close(self) -> None:
+            never.wait()
+
+    monkeypatch.setattr("gateway.stat_loggers.CLOSE_TIMEOUT_S", 0.05)
+    loggers.add("hanging", Hanging())
+    await loggers.close()
+    never.set()
+    assert "stat loggers 'hanging' have not closed within 0.05 s" in caplog.text
 
 
 @pytest.mark.parametrize(

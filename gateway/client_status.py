@@ -1,0 +1,68 @@
+"""What an engine client looks like at one moment: its parts' counters and states, put together for `/status`."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from gateway.status import BalancerStatus, FrontEndStatus, StatusSnapshot, Totals
+from gateway.version import __version__
+
+if TYPE_CHECKING:
+    from gateway.async_llm import AsyncLLM
+
+
+def snapshot_of(llm: AsyncLLM, now: float, *, uptime_s: float, is_draining: bool) -> StatusSnapshot:
+    client, balancer = llm.core_client, llm.config.balancer
+    ranks = tuple(client.rank_statuses(now))
+    ages = [rank.signal_age_ms for rank in ranks if rank.signal_age_ms is not None]
+    policy = balancer.load_balancing_policy if len(ranks) > 1 else "none"
+    return StatusSnapshot(
+        version=__version__,
+        mode=type(client).__name__,
+        model=llm.model_config.name,
+        uptime_s=round(uptime_s, 3),
+        state=_state(llm, [rank.state for rank in ranks], is_draining),
+        front_ends=(_front_end(llm),),
+        ranks=ranks,
+        totals=_totals(llm),
+        balancer=BalancerStatus(policy=policy, dispatch=balancer.dispatch, signal_age_ms=max(ages, default=None)),
+        events=client.events.events(now),
+        group=client.group_status(now),
+        max_loras=llm.config.engine.max_loras if llm.loras.is_enabled else 0,
+        loras=llm.loras.statuses(llm.output_processor.count_by_lora),
+    )
+
+
+def _front_end(llm: AsyncLLM) -> FrontEndStatus:
+    return FrontEndStatus(
+        index=llm.core_client.place.index,
+        pid=os.getpid(),
+        in_flight=llm.output_processor.num_unfinished,
+        queued=llm.failover.num_waiting + llm.core_client.num_queued,
+        event_loop_lag_ms=llm.loop_lag.worst_ms,
+    )
+
+
+def _totals(llm: AsyncLLM) -> Totals:
+    counters = llm.output_processor.counters
+    return Totals(
+        requests=llm.sender.num_requests,
+        aborted=counters.aborted,
+        failed=counters.failed,
+        rejected=llm.admission.num_rejected,
+        moved=llm.failover.num_moved,
+        expired=llm.sender.num_expired,
+        prompt_tokens=counters.prompt_tokens,
+        generation_tokens=counters.generation_tokens,
+    )
+
+
+def _state(llm: AsyncLLM, rank_states: list[str], is_draining: bool) -> str:
+    if llm.errored or llm.is_stopped:
+        return "dead"
+    if is_draining:
+        return "draining"
+    if all(state == "ready" for state in rank_states):
+        return "ready"
+    return llm.core_client.standstill or "degraded"

@@ -1,0 +1,116 @@
+"""A trace per request: what is in it, whose child it is, and that it reaches a collector over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from aiohttp import web
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from cores.testing import ManualClock
+from gateway.config import ConfigError, GatewayConfig, ObservabilityConfig
+from gateway.output_processor import FinishedRequest
+from gateway.stat_loggers import make_tracer
+from gateway.tracing import RequestTracer
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+HEADERS = {"traceparent": f"00-{TRACE}-{SPAN}-01"}
+DEADLINE_S = 30.0
+
+
+def finished(reason: str = "stop", first_s: float | None = 11.5, last_s: float | None = 14.0) -> FinishedRequest:
+    return FinishedRequest("mine", "mine-1", reason, 3, 10.0, first_s, last_s, 0.5, 1, 20, 16, 7, 1, HEADERS)
+
+
+def spans_of(request: FinishedRequest) -> dict[str, ReadableSpan]:
+    exporter = InMemorySpanExporter()
+    tracer = RequestTracer("http://unused", "tiny", ManualClock(15.0), exporter)
+    tracer.on_finished(request)
+    tracer.close()
+    return {span.name: span for span in exporter.get_finished_spans()}
+
+
+def seconds(span: ReadableSpan) -> float:
+    assert span.end_time is not None
+    assert span.start_time is not None
+    return round((span.end_time - span.start_time) / 1e9, 6)
+
+
+def test_a_request_is_a_span_of_the_callers_trace_with_its_stages_inside() -> None:
+    before_ns = time.time_ns()
+    spans = spans_of(finished())
+    assert {name: seconds(span) for name, span in spans.items()} == {
+        "llm_request": 4.0, "queue": 0.5, "prefill": 1.0, "decode": 2.5,
+    }  # fmt: skip
+    request = spans["llm_request"]
+    assert request.context is not None
+    assert format(request.context.trace_id, "032x") == TRACE
+    assert request.parent is not None
+    assert format(request.parent.span_id, "016x") == SPAN
+    for name in ("queue", "prefill", "decode"):
+        parent = spans[name].parent
+        assert parent is not None
+        assert parent.span_id == request.context.span_id
+    assert request.start_time is not None
+    assert before_ns - 5.5e9 < request.start_time < time.time_ns() - 4.5e9  # it came five seconds ago
+    assert request.attributes is not None
+    assert request.attributes["gen_ai.usage.completion_tokens"] == 7
+    assert request.attributes["gateway.rank"] == 3
+    assert request.attributes["gateway.num_moves"] == 1
+
+
+def test_one_that_ended_before_its_first_token_was_only_queued() -> None:
+    spans = spans_of(finished("abort", None, None))
+    assert {name: seconds(span) for name, span in spans.items()} == {"llm_request": 5.0, "queue": 5.0}
+
+
+def test_a_failed_one_is_an_error() -> None:
+    assert spans_of(finished("error"))["llm_request"].status.is_ok is False
+    assert spans_of(finished("stop"))["llm_request"].status.is_ok
+
+
+def test_a_tracer_is_made_where_an_endpoint_is_configured() -> None:
+    assert make_tracer(GatewayConfig()) == []
+    config = GatewayConfig(observability=ObservabilityConfig(otlp_traces_endpoint="http://127.0.0.1:9/v1/traces"))
+    (factory,) = make_tracer(config)
+    tracer = factory(config, 0)
+    assert tracer.wants_traces
+    tracer.close()
+
+
+def test_an_endpoint_that_is_no_url_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--otlp-traces-endpoint must be an http"):
+        ObservabilityConfig(otlp_traces_endpoint="grpc://127.0.0.1:4317")
+
+
+async def test_spans_reach_a_collector() -> None:
+    received: asyncio.Queue[ExportTraceServiceRequest] = asyncio.Queue()
+
+    async def collect(request: web.Request) -> web.Response:
+        received.put_nowait(ExportTraceServiceRequest.FromString(await request.read()))
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/v1/traces", collect)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    tracer = RequestTracer(f"http://127.0.0.1:{runner.addresses[0][1]}/v1/traces", "tiny")
+    tracer.on_finished(finished())
+    await asyncio.to_thread(tracer.close)
+    export = await asyncio.wait_for(received.get(), DEADLINE_S)
+    spans = [span for resource in export.resource_spans for scope in resource.scope_spans for span in scope.spans]
+    assert sorted(span.name for span in spans) == ["decode", "llm_request", "prefill", "queue"]
+    assert {span.trace_id.hex() for span in spans} == {TRACE}
+    await runner.cleanup()
+
+
+def test_a_collector_that_is_not_there_costs_spans_and_nothing_else() -> None:
+    tracer = RequestTracer("http://127.0.0.1:9/v1/traces", "tiny")
+    tracer.on_finished(finished())
+    tracer.close()
