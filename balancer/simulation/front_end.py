@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from balancer.dispatch_queue import DispatchQueue
 from balancer.ledger import LoadLedger
 from balancer.load import RoutingRequest
 from balancer.load_balancer import LoadBalancer
-from balancer.simulation.rank import SimulatedRank, StepReport
+from balancer.simulation.rank import NEVER, SimulatedRank, StepReport
 from balancer.simulation.request import SimulatedRequest
 from cores.block_hash import landmark_stride
 from cores.messages import RankId
@@ -41,8 +42,11 @@ class _Line:
 
 
 class SimulatedFrontEnd:
-    def __init__(self, index: int, balancer: LoadBalancer, reporting: Reporting) -> None:
+    def __init__(self, index: int, balancer: LoadBalancer, reporting: Reporting, queue: DispatchQueue | None = None) -> None:
+        """With a `queue`, requests wait in it until a rank has room."""
         self.index = index
+        self.queue = queue
+        self._queued: dict[int, SimulatedRequest] = {}
         self.balancer = balancer
         self.ledger: LoadLedger = balancer.ledger
         self._reporting = reporting
@@ -93,20 +97,43 @@ class SimulatedFrontEnd:
         heard_s = report.end_s + self._reporting.delay_s
         self.ledger.on_report(line.rank.rank_id, report.step, report.command_seqs[self.index], report.load, heard_s)
 
-    def dispatch(self, request: SimulatedRequest, eligible: Collection[RankId], now: float) -> RankId:
-        """Chooses, books and sends. Raises `NoRankAvailableError`."""
-        routing = self._routing(request)
+    @property
+    def next_news_s(self) -> float:
+        """When something arrives that may have made room."""
+        sources = ((line.outbox[0].end_s if line.outbox else line.rank.next_end_s) for line in self._lines.values())
+        return min(sources, default=NEVER) + max(self._reporting.delay_s, self._reporting.load_interval_s)
+
+    def place(self, request: SimulatedRequest, eligible: Collection[RankId], now: float) -> None:
+        """Binds it to a rank, now or when one has room. Raises `NoRankAvailableError`, with early binding only."""
+        if self.queue is None:
+            self._dispatch(request, eligible, now)
+        else:
+            self._queued[request.handle] = request
+            self.queue.add(request.handle, self.routing(request), request.arrival_s)
+            self.bind_queued(eligible, now)
+
+    def bind_queued(self, eligible: Collection[RankId], now: float) -> None:
+        """To be called after whatever may have made room."""
+        if self.queue:
+            for dispatch in self.queue.dispatches(lambda lora_name: eligible, now):
+                self._send(self._queued.pop(dispatch.handle), dispatch.choice.rank_id, now)
+
+    def _dispatch(self, request: SimulatedRequest, eligible: Collection[RankId], now: float) -> None:
+        routing = self.routing(request)
         choice = self.balancer.choose(routing, eligible, now)
-        rank_id, line = choice.rank_id, self._lines[choice.rank_id]
-        line.last_seq += 1
         num_new_tokens = routing.num_prompt_tokens - choice.num_cached_tokens
-        self.ledger.book(request.handle, rank_id, num_new_tokens, routing.block_keys)
+        self.ledger.book(request.handle, choice.rank_id, num_new_tokens, routing.block_keys)
+        self._send(request, choice.rank_id, now)
+
+    def _send(self, request: SimulatedRequest, rank_id: RankId, now: float) -> None:
+        line = self._lines[rank_id]
+        line.last_seq += 1
         self.ledger.on_sent(request.handle, line.last_seq)
         request.rank = rank_id.rank
         line.rank.submit(now, line.last_seq, request)
-        return rank_id
 
-    def _routing(self, request: SimulatedRequest) -> SimulatedRoutingRequest:
+    def routing(self, request: SimulatedRequest) -> SimulatedRoutingRequest:
+        """What the balancer is asked with."""
         has_index = self.ledger.prefix_index is not None
         return SimulatedRoutingRequest(
             num_prompt_tokens=request.num_prompt_tokens,
@@ -124,6 +151,8 @@ class SimulatedFrontEnd:
 
     def abort(self, request: SimulatedRequest, now: float) -> None:
         """Its client has left. Nothing to do if its end is here already."""
+        if self.queue is not None and self.queue.remove(request.handle):
+            del self._queued[request.handle]
         rank_id = self.ledger.rank_of(request.handle)
         if rank_id is None:
             return
@@ -138,5 +167,12 @@ class SimulatedFrontEnd:
         self._listen_to(line, float("inf"))  # what it said in time counts, however late it comes
         return self.ledger.remove_rank(rank_id)
 
+    @property
+    def queued(self) -> list[SimulatedRequest]:
+        return list(self._queued.values())
+
     def check_invariants(self) -> None:
         self.ledger.check_invariants()
+        if self.queue is not None:
+            self.queue.check_invariants()
+            assert len(self.queue) == len(self._queued)

@@ -12,11 +12,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
+from balancer.dispatch_queue import DispatchOrder, DispatchQueue
 from balancer.load_balancer import LoadBalancer, NoRankAvailableError
 from balancer.simulation.front_end import Reporting, SimulatedFrontEnd
-from balancer.simulation.rank import RankConfig, SimulatedRank, StepLog
+from balancer.simulation.rank import NEVER, RankConfig, SimulatedRank, StepLog
 from balancer.simulation.request import SimulatedRequest, make_block_hashes
 from balancer.simulation.trace import HASH_ID_TOKENS, TraceRequest
 from cores.messages import RankId
@@ -61,6 +62,8 @@ class SimulationConfig:
     rank: RankConfig
     num_front_ends: int = 1
     reporting: Reporting = field(default_factory=Reporting)
+    dispatch: Literal["early", "late"] = "early"
+    dispatch_order: DispatchOrder = "fcfs"
     detection_s: float = 0.05  # from a death to the front ends' knowing of it; measured 17 to 64 ms
     deaths: Sequence[Death] = ()
     slowdowns: Sequence[Slowdown] = ()
@@ -92,11 +95,10 @@ class Simulation:
         self._epochs = [0] * config.num_ranks
         self._slowness = [1.0] * config.num_ranks
         self.front_ends = [
-            SimulatedFrontEnd(
-                index, make_balancer(random.Random(rng.random()), config.num_front_ends, self._ranks), config.reporting
-            )
+            self._make_front_end(index, make_balancer(random.Random(rng.random()), config.num_front_ends, self._ranks))
             for index in range(config.num_front_ends)
         ]
+        self._wakes_s = [END_OF_TIME] * config.num_front_ends  # when each next looks whether there is room
         self._requests = self._make_requests(trace)
         self._unplaced: list[SimulatedRequest] = []  # came when no rank was eligible
         self._events: list[tuple[float, int, Action]] = []
@@ -104,6 +106,12 @@ class Simulation:
         for rank in range(config.num_ranks):
             self._start_rank(rank, 0.0)
         self._plan(rng)
+
+    def _make_front_end(self, index: int, balancer: LoadBalancer) -> SimulatedFrontEnd:
+        config, queue = self.config, None
+        if config.dispatch == "late":
+            queue = DispatchQueue(balancer, config.dispatch_order, config.num_front_ends)
+        return SimulatedFrontEnd(index, balancer, config.reporting, queue)
 
     def _make_requests(self, trace: Sequence[TraceRequest]) -> list[SimulatedRequest]:
         size, num_front_ends = self.config.rank.block_size, self.config.num_front_ends
@@ -139,7 +147,7 @@ class Simulation:
         self._advance(END_OF_TIME)
         for front_end in self.front_ends:
             front_end.listen(END_OF_TIME)
-        for request in self._unplaced:
+        for request in [*self._unplaced, *(request for front_end in self.front_ends for request in front_end.queued)]:
             request.on_end(request.arrival_s, "no rank came back")
         for rank in self._ranks.values():
             self._keep_log(rank)
@@ -161,10 +169,27 @@ class Simulation:
             self._place(request, now)
 
     def _place(self, request: SimulatedRequest, now: float) -> None:
+        front_end = self.front_ends[request.front_end]
         try:
-            self.front_ends[request.front_end].dispatch(request, self._eligible, now)
+            front_end.place(request, self._eligible, now)
         except NoRankAvailableError:
             self._unplaced.append(request)
+        self._wake_later(front_end)
+
+    def _wake_later(self, front_end: SimulatedFrontEnd) -> None:
+        """A front end with a queue looks again with the next news."""
+        wake_s = front_end.next_news_s if front_end.queue else NEVER
+        if wake_s < self._wakes_s[front_end.index]:
+            self._wakes_s[front_end.index] = wake_s
+            self._at(wake_s, partial(self._on_news, front_end))
+
+    def _on_news(self, front_end: SimulatedFrontEnd, now: float) -> None:
+        if now < self._wakes_s[front_end.index]:
+            return
+        self._wakes_s[front_end.index] = END_OF_TIME
+        front_end.listen(now)
+        front_end.bind_queued(self._eligible, now)
+        self._wake_later(front_end)
 
     def _on_disconnect(self, request: SimulatedRequest, now: float) -> None:
         front_end = self.front_ends[request.front_end]
@@ -190,6 +215,9 @@ class Simulation:
         waiting, self._unplaced = self._unplaced, []
         for request in waiting:
             self._place(request, now)
+        for front_end in self.front_ends:
+            front_end.bind_queued(self._eligible, now)
+            self._wake_later(front_end)
 
     def _life_of(self, rank: int) -> SimulatedRank | None:
         life = self._ranks.get(RankId(rank, self._epochs[rank]))

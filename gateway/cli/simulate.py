@@ -18,9 +18,10 @@ from balancer.simulation.runs import capacity_per_s, run_policy
 from balancer.simulation.simulator import Death, RollingRestart, SimulationConfig, Slowdown
 from balancer.simulation.trace import TraceError, TraceRequest, load_trace, scale_to_rate, spread_buckets
 from cores.config import DEFAULT_BLOCK_SIZE, ConfigError, SimulatedConfig
-from gateway.config import DEFAULT_POLICY
+from gateway.config import DEFAULT_POLICY, BalancerConfig
 
 EXIT_USAGE = 2
+DEFAULTS = BalancerConfig()
 DEFAULT_COST = "step_ms=8 prefill_us=50 seq_us=50 ctx_ns=30"
 DEFAULT_KV_TOKENS = 500_000
 TRACE_BLOCK_SIZE = 512  # a trace with prefixes tells no finer blocks apart
@@ -89,6 +90,15 @@ def _add_front_ends(group: argparse._ArgumentGroup) -> None:
         "--front-ends", type=_whole(1, 64), default=1, metavar="K", help="requests come to them in turn (default: 1)"
     )
     group.add_argument(
+        "--dispatch", choices=("early", "late"), default=DEFAULTS.dispatch, help="as in serve (default: %(default)s)"
+    )
+    group.add_argument(
+        "--dispatch-order",
+        choices=("fcfs", "shortest"),
+        default=DEFAULTS.dispatch_order,
+        help="as in serve (default: %(default)s)",
+    )
+    group.add_argument(
         "--report-delay-ms", type=_number(), default=1.0, metavar="MS", help="from a step's end to the front ends (default: 1)"
     )
     group.add_argument(
@@ -154,6 +164,8 @@ def make_config(args: argparse.Namespace, trace: list[TraceRequest]) -> Simulati
         ),
         num_front_ends=args.front_ends,
         reporting=Reporting(delay_s=args.report_delay_ms / 1e3, load_interval_s=args.report_interval_ms / 1e3),
+        dispatch=args.dispatch,
+        dispatch_order=args.dispatch_order,
         deaths=tuple(args.kill),
         slowdowns=tuple(args.slow),
         rolling_restart=None if args.rolling_restart is None else RollingRestart(args.rolling_restart),

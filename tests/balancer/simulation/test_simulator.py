@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from balancer.dispatch_queue import LOOK_AHEAD
 from balancer.simulation.contenders import contender_names, make_contender
-from balancer.simulation.front_end import Reporting
+from balancer.simulation.front_end import Reporting, SimulatedFrontEnd
 from balancer.simulation.simulator import Death, RollingRestart, Simulation, SimulationConfig, SimulationResult, Slowdown
 from balancer.simulation.trace import TraceRequest
 from tests.balancer.simulation.workload import chats, make_config
@@ -42,6 +43,8 @@ FAULTS: dict[str, dict[str, Any]] = {
     "slow": {"slowdowns": [Slowdown(0, 2.0, 3.0), Slowdown(0, 6.0, 1.0)]},
     "rolling restart": {"rolling_restart": RollingRestart(1.0, drain_s=0.5, restart_after_s=1.0)},
     "disconnects": {"disconnect_rate": 0.3},
+    "late binding": {"dispatch": "late", "num_front_ends": 2},
+    "late binding and death": {"dispatch": "late", "dispatch_order": "shortest", "deaths": [Death(1, 4.0, 3.0)]},
 }
 
 
@@ -50,7 +53,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     ("num_kv_blocks", "block_size"), [(200, 512), (16, 512), (600, 16)], ids=["cache", "small cache", "small cache and blocks"]
 )
 def test_fast_forward_changes_no_time_stamp(faults: dict[str, Any], num_kv_blocks: int, block_size: int) -> None:
-    trace = chats(120, rate_per_s=12.0)
+    trace = chats(70, rate_per_s=12.0)
     cache = {"num_kv_blocks": num_kv_blocks, "block_size": block_size}
     fast, slow = (
         simulate("prefix_affinity", make_config(fast_forward=fast_forward, **cache, **faults), trace)
@@ -72,6 +75,7 @@ slowdowns = st.builds(Slowdown, st.integers(0, 2), times, st.sampled_from([0.5, 
     rolling_restart=st.none() | st.builds(RollingRestart, times, st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 2.0])),
     disconnect_rate=st.sampled_from([0.0, 0.2]),
     num_front_ends=st.integers(1, 3),
+    dispatch=st.sampled_from(["early", "late"]),
     seed=st.integers(0, 100),
 )
 @settings(max_examples=25, deadline=None)
@@ -81,6 +85,7 @@ def test_whatever_fails_every_request_ends_once_and_the_books_are_empty(
     rolling_restart: RollingRestart | None,
     disconnect_rate: float,
     num_front_ends: int,
+    dispatch: Literal["early", "late"],
     seed: int,
 ) -> None:
     config = make_config(
@@ -89,6 +94,7 @@ def test_whatever_fails_every_request_ends_once_and_the_books_are_empty(
         rolling_restart=rolling_restart,
         disconnect_rate=disconnect_rate,
         num_front_ends=num_front_ends,
+        dispatch=dispatch,
     )
     result = simulate("least_tokens", config, chats(40, seed=seed), seed)
     for request in result.requests:
@@ -133,3 +139,31 @@ def test_a_slow_rank_gets_less_work() -> None:
     result = simulate("least_tokens", make_config(3, slowdowns=[Slowdown(0, 0.0, 3.0)]), trace)
     served = [sum(request.rank == rank for request in result.requests) for rank in range(3)]
     assert served[0] < min(served[1:])
+
+
+class WatchedSimulation(Simulation):
+    """Looks after every pass of a queue whether a rank is idle that one in it should have gone to."""
+
+    num_looks = 0
+
+    def _wake_later(self, front_end: SimulatedFrontEnd) -> None:
+        super()._wake_later(front_end)
+        for request in front_end.queued[:LOOK_AHEAD]:
+            choice = front_end.balancer.choose(front_end.routing(request), self._eligible, 0.0)
+            assert front_end.ledger.view(choice.rank_id, 0.0).num_requests > 0
+            self.num_looks += 1
+
+
+def test_no_rank_is_idle_while_one_waits_for_it() -> None:
+    config = make_config(3, dispatch="late", num_kv_blocks=200)
+    simulation = WatchedSimulation(config, chats(150, rate_per_s=60.0), make_contender("prefix_affinity").make_balancer, 1)
+    simulation.run()
+    simulation.check_invariants()
+    assert simulation.num_looks > 100
+
+
+def test_a_queue_without_ranks_keeps_its_requests_until_one_is_back() -> None:
+    config = make_config(1, dispatch="late", deaths=[Death(0, 1.0, 5.0)])
+    (request,) = simulate("least_tokens", config, [TraceRequest(2.0, 600, 3)]).requests
+    assert request.first_token_s is not None
+    assert request.first_token_s > 6.0
