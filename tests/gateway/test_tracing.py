@@ -6,8 +6,6 @@ import asyncio
 import time
 
 import pytest
-from aiohttp import web
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -16,10 +14,10 @@ from gateway.config import ConfigError, GatewayConfig, ObservabilityConfig
 from gateway.output_processor import FinishedRequest
 from gateway.stat_loggers import make_tracer
 from gateway.tracing import RequestTracer
+from tests.gateway.otlp_collector import running_collector
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADERS = {"traceparent": f"00-{TRACE}-{SPAN}-01"}
-DEADLINE_S = 30.0
 
 
 def finished(reason: str = "stop", first_s: float | None = 11.5, last_s: float | None = 14.0) -> FinishedRequest:
@@ -88,26 +86,13 @@ def test_an_endpoint_that_is_no_url_is_refused() -> None:
 
 
 async def test_spans_reach_a_collector() -> None:
-    received: asyncio.Queue[ExportTraceServiceRequest] = asyncio.Queue()
-
-    async def collect(request: web.Request) -> web.Response:
-        received.put_nowait(ExportTraceServiceRequest.FromString(await request.read()))
-        return web.Response()
-
-    app = web.Application()
-    app.router.add_post("/v1/traces", collect)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    tracer = RequestTracer(f"http://127.0.0.1:{runner.addresses[0][1]}/v1/traces", "tiny")
-    tracer.on_finished(finished())
-    await asyncio.to_thread(tracer.close)
-    export = await asyncio.wait_for(received.get(), DEADLINE_S)
-    spans = [span for resource in export.resource_spans for scope in resource.scope_spans for span in scope.spans]
+    async with running_collector() as collector:
+        tracer = RequestTracer(collector.endpoint, "tiny")
+        tracer.on_finished(finished())
+        await asyncio.to_thread(tracer.close)
+        spans = await collector.spans()
     assert sorted(span.name for span in spans) == ["decode", "llm_request", "prefill", "queue"]
     assert {span.trace_id.hex() for span in spans} == {TRACE}
-    await runner.cleanup()
 
 
 def test_a_collector_that_is_not_there_costs_spans_and_nothing_else() -> None:
