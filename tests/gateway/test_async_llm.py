@@ -24,6 +24,8 @@ from cores.messages import (
     RankId,
     RankLoad,
     RankRecord,
+    UtilityCall,
+    UtilityResult,
 )
 from cores.sampling_params import RequestOutputKind, SamplingParams
 from cores.testing import make_tiny_model_dir
@@ -152,6 +154,21 @@ async def test_a_request_that_finished_before_its_ranks_death_has_finished(set_s
     stage.deliver(tokens_of(ONE, 0, handle, finished=True), EngineCoreDead(ONE, "gone"))
     outputs = await finish(reader)
     assert outputs[-1].outputs[0].finish_reason == "length"
+
+
+async def test_a_utility_result_is_heard_behind_the_tokens_that_came_before_it(set_stage: SetStage) -> None:
+    stage = await set_stage(1)
+    reader = stage.read()
+    handle = (await stage.add_of(0)).request.handle
+    calling = asyncio.create_task(stage.llm.call_utility("is_paused"))
+    call = await stage.group.engines[0].command()
+    assert isinstance(call, UtilityCall)
+    tokens = [tokens_of(ZERO, step, handle) for step in range(20)]
+    stage.deliver(*tokens, UtilityResult(ZERO, call.call_id, value=False), tokens_of(ZERO, 20, handle, finished=True))
+    assert await finish(calling) == [False]
+    accepted = stage.llm.output_processor.accepted_token_ids(handle)
+    assert accepted is None or len(accepted) >= 20
+    assert len(ids_of(await finish(reader))) == 21
 
 
 async def test_the_loop_gets_a_turn_after_every_batch_however_many_wait(set_stage: SetStage) -> None:
