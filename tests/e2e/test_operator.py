@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 Serve = Callable[..., Any]
-NUM_CLIENTS = 12
+NUM_CLIENTS = 6
 ORDER_TIMEOUT_S = 120
 
 
@@ -61,7 +61,7 @@ async def operate(url: str, *words: str) -> tuple[int, str]:
 
 
 async def test_rolling_restart_and_scaling_under_load_lose_no_request(serve: Serve, simulated: list[str]) -> None:
-    server = serve(*simulated, "-dp", "2", "--api-server-count", "2")
+    server = serve(*simulated[:-1], "step_ms=10", "-dp", "2", "--api-server-count", "2")
     load = Load(server.url)
     async with load.running():
         assert await operate(server.url, "restart", "all", "--drain-timeout", "0.1") == (
@@ -80,7 +80,7 @@ async def test_rolling_restart_and_scaling_under_load_lose_no_request(serve: Ser
 
 
 async def test_the_only_rank_is_restarted_and_requests_wait_for_it(serve: Serve, simulated: list[str]) -> None:
-    server = serve(*simulated, "--engine-restarts", "0")
+    server = serve(*simulated[:-1], "step_ms=10", "--engine-restarts", "0")
     load = Load(server.url)
     async with load.running():
         assert await operate(server.url, "restart", "0", "--drain-timeout", "0") == (0, "rank 0: ready, epoch 2\n")
