@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cores.block_hash import BlockKey
@@ -20,13 +20,17 @@ class RoutingRequest:
     lora_name: str | None = None
     block_keys: Sequence[BlockKey] = ()  # landmarks of what a cache may spare it; none where nobody asks
     tokens_per_key: int = 0  # from one to the next
-    # Prompt tokens that a rank is expected to have cached; put in by the balancer. Ranks that have none are left out.
-    cached_tokens: Mapping[RankId, int] = field(default_factory=dict)
+    # Prompt tokens that a rank is expected to have cached; ranks without any are left out. The balancer's note for the policy,
+    # written anew each time: a copy of the request would cost as much as the choice.
+    cached_tokens: dict[RankId, int] = field(default_factory=dict, compare=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class RankView:
-    """One rank: its last report, plus our commands that it does not contain, minus our aborts that it does not contain."""
+    """One rank: its last report, plus our commands that it does not contain, minus our aborts that it does not contain.
+
+    Nobody changes one. It is not frozen because every decision makes two or three anew: a frozen one takes five times as long.
+    """
 
     rank_id: RankId
     num_waiting: int

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from balancer.ledger import LoadLedger
 from balancer.load import RoutingRequest
@@ -29,25 +28,24 @@ class LoadBalancer:
 
         Raises `UnknownRankError` or `NoRankAvailableError`.
         """
-        cached_tokens = self._cached_tokens(request)
+        cached_tokens = self._note_cached_tokens(request)
         if request.pinned_rank is not None:
             choice = self._choose_pinned(request.pinned_rank, eligible)
         elif not eligible:
             raise NoRankAvailableError("no rank is ready")
         else:
-            if cached_tokens:
-                request = dataclasses.replace(request, cached_tokens=cached_tokens)
             ranks = [self.ledger.view(rank_id, now) for rank_id in sorted(eligible)]
             choice = self.policy.choose(request, ranks, now)
         num_cached_tokens = cached_tokens.get(choice.rank_id, 0)
         return Choice(choice.rank_id, choice.reason, num_cached_tokens) if num_cached_tokens else choice
 
-    def _cached_tokens(self, request: RoutingRequest) -> Mapping[RankId, int]:
-        index = self.ledger.prefix_index
-        if index is None or not request.block_keys:
-            return {}
-        tokens_per_key = request.tokens_per_key
-        return {rank_id: length * tokens_per_key for rank_id, length in index.longest_prefixes(request.block_keys).items()}
+    def _note_cached_tokens(self, request: RoutingRequest) -> dict[RankId, int]:
+        noted, index = request.cached_tokens, self.ledger.prefix_index
+        if index is not None and request.block_keys:
+            noted.clear()  # a request may be chosen for more than once
+            for rank_id, length in index.longest_prefixes(request.block_keys).items():
+                noted[rank_id] = length * request.tokens_per_key
+        return noted
 
     def _choose_pinned(self, pinned_rank: int, eligible: Collection[RankId]) -> Choice:
         for rank_id in eligible:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from balancer.load import RankView, RoutingRequest
 from cores.messages import RankId
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     rank_id: RankId
     reason: str  # one of few words, fit for a log line and a metric's label
     num_cached_tokens: int = 0  # of the prompt, expected in the rank's cache

@@ -50,7 +50,7 @@ class PrefixIndex:
         self._by_bit: dict[int, _RankBlocks] = {}
         self._all_bits = 0
         self._holders: dict[BlockKey, int] = {}  # bits of the ranks that have it, stored or expected
-        self._booked: dict[int, tuple[_RankBlocks, list[BlockKey]]] = {}  # by request: the blocks that it is to store
+        self._booked: dict[int, tuple[_RankBlocks, Sequence[BlockKey]]] = {}  # by request: the blocks that it is to store
 
     @property
     def num_blocks(self) -> int:
@@ -108,20 +108,20 @@ class PrefixIndex:
 
     # --- what we expect -----------------------------------------------------------------------------------------------
 
-    def book(self, handle: int, rank_id: RankId, keys: Iterable[BlockKey]) -> None:
+    def book(self, handle: int, rank_id: RankId, keys: Sequence[BlockKey]) -> None:
         """The rank is about to get this request: those behind it with the same prefix may count on it."""
         rank = self._ranks.get(rank_id)
-        if rank is None:
+        if rank is None or not keys:
             return
-        holders, bit, expected = self._holders, rank.bit, rank.expected
-        new = []
-        for key in keys:
-            bits = holders.get(key, 0)
-            if not bits & bit:
-                holders[key] = bits | bit
-                expected[key] = handle
-                new.append(key)
+        holders, bit, new = self._holders, rank.bit, keys
+        if holders.keys().isdisjoint(keys):  # nobody has any of it, as of most new prompts: no look at each key
+            holders.update(dict.fromkeys(keys, bit))
+        else:
+            new = [key for key in keys if not holders.get(key, 0) & bit]
+            for key in new:
+                holders[key] = holders.get(key, 0) | bit
         if new:
+            rank.expected.update(dict.fromkeys(new, handle))
             self._booked[handle] = (rank, new)
 
     def release(self, handle: int) -> None:
@@ -130,6 +130,8 @@ class PrefixIndex:
         if booked is None:
             return
         rank, keys = booked
+        if rank.expected.keys().isdisjoint(keys):  # all is stored
+            return
         mine = [key for key in keys if rank.expected.get(key) == handle]
         self._clear(rank, mine)
         for key in mine:

@@ -31,7 +31,7 @@ Message = (
     m.Command | m.EngineReady | m.EngineCoreOutputs | m.Heartbeat | m.LoadReport | m.CacheEvents | m.EngineCoreDead
     | m.UtilityResult | m.EngineStarting | m.Shutdown | m.AttachFrontEnd | m.GroupState | m.FrontEndHello | m.FrontEndReady
     | m.FrontEndFailed | m.RankDied | m.RankSuspected | m.RankStalled | m.AbortElsewhere | m.MemberReport | m.MemberLeft
-    | m.GroupLoads
+    | m.GroupLoads | m.RankIdle | m.GroupOrder | m.GroupOrderDone
 )  # fmt: skip
 
 
@@ -332,6 +332,7 @@ _KINDS: dict[int, tuple[type, tuple[_Pack, _Unpack]]] = {
     20: (m.Shutdown, _by_hints(m.Shutdown)),
     21: (m.GroupState, _by_hints(m.GroupState)),
     22: (m.AttachFrontEnd, _by_hints(m.AttachFrontEnd)),
+    23: (m.GroupOrderDone, _by_hints(m.GroupOrderDone)),
     30: (m.FrontEndHello, _by_hints(m.FrontEndHello)),
     31: (m.FrontEndReady, _by_hints(m.FrontEndReady)),
     32: (m.FrontEndFailed, _by_hints(m.FrontEndFailed)),
@@ -339,6 +340,8 @@ _KINDS: dict[int, tuple[type, tuple[_Pack, _Unpack]]] = {
     34: (m.RankSuspected, _by_hints(m.RankSuspected)),
     35: (m.RankStalled, _by_hints(m.RankStalled)),
     36: (m.AbortElsewhere, _by_hints(m.AbortElsewhere)),
+    37: (m.RankIdle, _by_hints(m.RankIdle)),
+    38: (m.GroupOrder, _by_hints(m.GroupOrder)),
     40: (m.MemberReport, _by_hints(m.MemberReport)),
     41: (m.MemberLeft, _by_hints(m.MemberLeft)),
     42: (m.GroupLoads, _by_hints(m.GroupLoads)),

@@ -329,11 +329,21 @@ class RankRecord:
     restarts: int = 0
     pid: int | None = None
     restart_pending: bool = False  # "dead", but another life is coming: requests may wait for it
+    is_leaving: bool = False  # this life ends by an operator's order: its end is nobody's fault
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOrderDone:
+    """Launcher → front end. `error` is None when all of the order was done."""
+
+    order_id: int
+    error: str | None = None
+    error_kind: str = ""  # "unknown rank", "conflict", "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """All ranks at once: a reader that missed one is right again with the next."""
+    """All ranks at once: a reader that missed one is right again with the next. A rank that is not in it any more is gone."""
 
     ranks: tuple[RankRecord, ...]
     failed: str | None = None  # start-up failed for good; why
@@ -381,6 +391,25 @@ class AbortElsewhere:
     """Somebody asked this front end to abort the requests of that id; the launcher tells the others."""
 
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankIdle:
+    """A draining rank has no request of this front end any more, and gets none."""
+
+    index: int
+    rank_id: RankId
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOrder:
+    """What an operator wants of the group. `GroupOrderDone` answers it."""
+
+    order_id: int
+    action: str  # "drain", "undrain", "restart", "scale"
+    rank: int = 0  # all but "scale"
+    size: int = 0  # "scale": how many ranks there shall be
+    drain_timeout_s: float = 0.0  # "restart", "scale": what the requests of a rank get before they move
 
 
 @dataclass(frozen=True, slots=True)

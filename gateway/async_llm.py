@@ -387,6 +387,11 @@ class AsyncLLM(EngineClient):
             raise self.dead_error
         return await self.core_client.tell_ranks(method, *args, rank_ids=rank_ids, timeout_s=timeout_s)
 
+    async def order(self, action: str, *, rank: int = 0, size: int = 0, drain_timeout_s: float = 0.0) -> None:
+        if self.errored:
+            raise self.dead_error
+        await self.core_client.order(action, rank=rank, size=size, drain_timeout_s=drain_timeout_s)
+
     async def _restore(self, rank_id: RankId) -> None:
         """Before a rank that has started again takes requests."""
         await self.restore_rank(rank_id)

@@ -67,8 +67,9 @@ class Failover:
         for handle in handles:
             self._waiting.pop(handle, None)
 
-    def on_death(self, held: Sequence[SentRequest]) -> dict[int, str | None]:
-        """Moves what the dead rank held. The handles that cannot go on, each with the reason if it is the request's own."""
+    def on_death(self, held: Sequence[SentRequest], *, is_by_order: bool = False) -> dict[int, str | None]:
+        """Moves what the dead rank held. The handles that cannot go on, each with the reason if it is the request's own. No
+        request is the cause of an end that an operator ordered."""
         lost: dict[int, str | None] = {}
         for sent in held:
             accepted = self._outputs.accepted_token_ids(sent.request.handle)
@@ -76,13 +77,14 @@ class Failover:
                 continue  # it has had its end
             if not self._is_enabled:
                 lost[sent.request.handle] = None
-            elif sent.num_moves >= MAX_MOVES:
-                num_deaths = sent.num_moves + 1
+            elif not is_by_order and sent.num_deaths >= MAX_MOVES:
+                num_deaths = sent.num_deaths + 1
                 lost[sent.request.handle] = f"the request was there at {num_deaths} deaths of ranks and may be their cause"
             else:
                 self._outputs.note_move(sent.request.handle)
                 self.num_moved += 1
-                self._resend(continued(sent, accepted), self._clock())
+                num_deaths = sent.num_deaths + (not is_by_order)
+                self._resend(dataclasses.replace(continued(sent, accepted), num_deaths=num_deaths), self._clock())
         return lost
 
     def resume(self) -> None:
@@ -138,4 +140,4 @@ def continued(sent: SentRequest, accepted: Sequence[int]) -> SentRequest:
     # A pin was to a rank that is gone: going on matters more.
     routing = dataclasses.replace(sent.routing, num_prompt_tokens=len(prompt), pinned_rank=None)
     request = dataclasses.replace(request, prompt_token_ids=prompt, sampling_params=params)
-    return dataclasses.replace(sent, request=request, routing=routing, num_moves=sent.num_moves + 1)
+    return dataclasses.replace(sent, request=request, routing=routing, has_moved=True)

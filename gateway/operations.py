@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cores.messages import RankId
+from cores.sampling_params import is_int
 from gateway.errors import EngineGenerateError, GatewayError, InvalidRequestError, OverloadedError
 from gateway.group_settings import MEMORY_TAGS, GroupSettings, GroupStore
 from gateway.models import absolute_path
@@ -22,6 +23,9 @@ from gateway.models import absolute_path
 logger = logging.getLogger(__name__)
 
 UTILITY_TIMEOUT_S = 600.0  # the weights of a large model from a slow disk
+DRAIN_TIMEOUT_S = 30.0
+MAX_DRAIN_TIMEOUT_S = 86_400.0
+MAX_RANKS = 1024
 PAUSE_MODES = ("abort", "wait", "keep")
 SLEEP_LEVELS = (1, 2)
 
@@ -168,9 +172,35 @@ class Operations(ABC):
     async def get_weight_version(self) -> int:
         return int(await self.call_agreed("get_weight_version"))
 
-    async def scale_elastic_ep(self, new_data_parallel_size: int, drain_timeout: int = 300) -> None:
-        """Another number of ranks while serving."""
-        raise NotImplementedError("scale_elastic_ep is not implemented: the number of ranks is fixed at the start")
+    # --- the group: each returns when it is done ----------------------------------------------------------------------
+
+    @abstractmethod
+    async def order(self, action: str, *, rank: int = 0, size: int = 0, drain_timeout_s: float = 0.0) -> None:
+        """See `EngineCoreClient.order`."""
+
+    async def drain_rank(self, rank: int) -> None:
+        """It gets no new requests; those that it has go on. Raises `InvalidRequestError`: 404 for an unknown rank, 409 for one
+        whose state does not allow it."""
+        await self.order("drain", rank=_checked_rank(rank))
+
+    async def undrain_rank(self, rank: int) -> None:
+        """It gets requests again."""
+        await self.order("undrain", rank=_checked_rank(rank))
+
+    async def restart_rank(self, rank: int, drain_timeout: float = DRAIN_TIMEOUT_S) -> None:
+        """Drains it, ends it, and returns when its next life is ready. What is not finished after `drain_timeout` seconds goes
+        on at another rank, or at this one when it is back. Raises `EngineDeadError` when it does not come back."""
+        await self.order("restart", rank=_checked_rank(rank), drain_timeout_s=_checked_timeout(drain_timeout))
+
+    async def scale_elastic_ep(self, new_data_parallel_size: int, drain_timeout: float = DRAIN_TIMEOUT_S) -> None:
+        """Another number of ranks while serving. New ranks take the lowest free numbers; those that serve nobody, then drained
+        ones, then the highest numbers go. All or nothing when growing: raises `EngineDeadError` when one does not start."""
+        if not (is_int(new_data_parallel_size) and 1 <= new_data_parallel_size <= MAX_RANKS):
+            raise InvalidRequestError(
+                f"new_data_parallel_size must be an integer from 1 to {MAX_RANKS}, got {new_data_parallel_size!r:.80}",
+                "new_data_parallel_size",
+            )
+        await self.order("scale", size=new_data_parallel_size, drain_timeout_s=_checked_timeout(drain_timeout))
 
     # --- caches -------------------------------------------------------------------------------------------------------
 
@@ -210,3 +240,17 @@ class Operations(ABC):
 def _check(name: str, value: object, allowed: Sequence[object]) -> None:
     if value not in allowed:
         raise InvalidRequestError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}", name)
+
+
+def _checked_rank(rank: int) -> int:
+    if not (is_int(rank) and 0 <= rank < MAX_RANKS):
+        raise InvalidRequestError(f"rank must be an integer from 0 to {MAX_RANKS - 1}, got {rank!r:.80}", "rank", status=404)
+    return rank
+
+
+def _checked_timeout(seconds: float) -> float:
+    if not (type(seconds) in (int, float) and 0 <= seconds <= MAX_DRAIN_TIMEOUT_S):
+        raise InvalidRequestError(
+            f"drain_timeout must be between 0 and {MAX_DRAIN_TIMEOUT_S:.0f} seconds, got {seconds!r:.80}", "drain_timeout"
+        )
+    return seconds

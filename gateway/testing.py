@@ -238,6 +238,8 @@ class FakeEngineClient(EngineClient):
         self.death: EngineDeadError | None = None
         self.group: GroupStore = OwnValue()
         self.utility_calls: list[tuple[Any, ...]] = []  # (method, arguments …)
+        self.orders: list[tuple[str, dict[str, Any]]] = []
+        self.order_error: GatewayError | None = None
         self.utility_results: dict[str, Any] = {}  # of every rank, by method; an error is raised
         self.state = "ready"
         self.ranks: tuple[RankStatus, ...] = (RankStatus(rank=0, epoch=1, state="ready", node="here", pid=1, device="cpu"),)
@@ -348,6 +350,11 @@ class FakeEngineClient(EngineClient):
         self, method: str, *args: Any, rank_ids: Sequence[RankId] | None = None, timeout_s: float | None = None
     ) -> int:
         return len(await self.call_utility_by_rank(method, *args, timeout_s=timeout_s))
+
+    async def order(self, action: str, **options: Any) -> None:
+        self.orders.append((action, options))
+        if self.order_error is not None:
+            raise self.order_error
 
     def start_draining(self) -> None:
         self.state = "draining"

@@ -1,7 +1,8 @@
 """What a decision of the balancer costs: choose a rank, book the request there and release another. CPU time, one core.
 
-Requests come every millisecond, and before each a rank reports, so that no view stays as it was for long. A prompt has 2,049
-tokens, half of which one rank has in its cache. Hashing them is a row of its own.
+Requests come every millisecond, and as many reports, so that no view stays as it was for long. A prompt has 1,025 tokens, half
+of which one rank has in its cache; the rest is stored by the end of the request. Hashing them is a row of its own, and so are
+the cache events.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 from balancer.ledger import LoadLedger
 from balancer.load import RoutingRequest
 from balancer.load_balancer import LoadBalancer
 from balancer.policies import POLICIES, make_policy, make_prefix_index
+from balancer.prefix_index import PrefixIndex
 from cores.block_hash import landmark_stride, prefix_keys
 from cores.messages import CacheEvents, RankId, RankLoad
 from scripts.benchmarks.report import Row, compare, publish
@@ -26,90 +29,118 @@ from scripts.benchmarks.report import Row, compare, publish
 LIMITS_US = {8: 10.0, 64: 60.0}  # of the default policy
 DEFAULT_POLICIES = ("least_tokens", "prefix_affinity", "session_affinity")
 RANKS = (8, 64, 256, 1024)
-NUM_PROMPT_TOKENS, BLOCK_SIZE = 2049, 16
+NUM_PROMPT_TOKENS, BLOCK_SIZE = 1025, 16
 TOKENS_PER_KEY = BLOCK_SIZE * landmark_stride(BLOCK_SIZE)
 NUM_KEYS = NUM_PROMPT_TOKENS // TOKENS_PER_KEY
-NUM_IN_FLIGHT_PER_RANK = 16
+NUM_IN_FLIGHT_PER_RANK = 4
+BATCH = 8  # decisions that one reading of the clock is for
 
 
 class Bench:
     """A group of ranks with requests in flight."""
 
     def __init__(self, policy: str, num_ranks: int, seed: int) -> None:
+        self.decision_ns = 0
+        self.events_ns = 0
         self._rng = random.Random(seed)
-        self._ledger = LoadLedger(make_prefix_index(policy))
+        self._index = make_prefix_index(policy)
+        self._ledger = LoadLedger(self._index)
         self._balancer = LoadBalancer(make_policy(policy, random.Random(seed)), self._ledger)
         self._ranks = [RankId(rank, 1) for rank in range(num_ranks)]
-        self._seqs = dict.fromkeys(self._ranks, 0)
-        self._in_flight: deque[int] = deque()
+        self._command_seqs = dict.fromkeys(self._ranks, 0)
+        self._event_seqs = dict.fromkeys(self._ranks, 1)
+        self._in_flight: deque[tuple[int, RankId, Sequence[int]]] = deque()
         self._handle = 0
+        self._num_to_keep = NUM_IN_FLIGHT_PER_RANK * num_ranks
         for rank_id in self._ranks:
             self._ledger.add_rank(rank_id, max_num_batched_tokens=8192, max_num_seqs=256, now=0.0)
-            if self._ledger.prefix_index is not None:
-                stored = array("Q", self._keys(rank_id.rank)[: NUM_KEYS // 2])
-                self._ledger.prefix_index.on_events(CacheEvents(rank_id, 0, True, stored, array("Q")))
-        self.run(NUM_IN_FLIGHT_PER_RANK * num_ranks, num_to_keep=NUM_IN_FLIGHT_PER_RANK * num_ranks)
+            if self._index is not None:
+                history = array("Q", self._history(rank_id.rank))
+                self._index.on_events(CacheEvents(rank_id, 0, True, history, array("Q")))
+        self.run(self._num_to_keep)
 
-    def _keys(self, conversation: int) -> range:
-        return range(conversation << 32, (conversation << 32) + NUM_KEYS)
+    def _history(self, conversation: int) -> range:
+        return range(conversation << 32, (conversation << 32) + NUM_KEYS // 2)
 
-    def _make_request(self) -> RoutingRequest:
-        keys = tuple(self._keys(self._rng.randrange(len(self._ranks)))) if self._ledger.prefix_index is not None else ()
+    def _make_request(self, number: int) -> RoutingRequest:
+        history = self._history(self._rng.randrange(len(self._ranks)))
+        keys = (*history, *range((number << 8) + 1, (number << 8) + 1 + NUM_KEYS - len(history)))
         return RoutingRequest(
             num_prompt_tokens=NUM_PROMPT_TOKENS,
-            block_keys=keys,
+            block_keys=keys if self._index is not None else (),
             tokens_per_key=TOKENS_PER_KEY,
             session_id=str(self._rng.randrange(10**6)),
         )
 
-    def run(self, num_decisions: int, num_to_keep: int | None = None) -> float:
-        """Seconds of CPU for the decisions alone."""
-        num_to_keep = len(self._in_flight) if num_to_keep is None else num_to_keep
-        total_ns = 0
-        for _ in range(num_decisions):
-            self._handle += 1
-            handle, now, request = self._handle, self._handle * 1e-3, self._make_request()
-            self._report(self._rng.choice(self._ranks), now)
-            started_ns = time.perf_counter_ns()
-            choice = self._balancer.choose(request, self._ranks, now)
-            rank_id = choice.rank_id
-            num_new_tokens = request.num_prompt_tokens - choice.num_cached_tokens
-            self._ledger.book(handle, rank_id, num_new_tokens, request.block_keys)
-            self._seqs[rank_id] += 1
-            self._ledger.on_sent(handle, self._seqs[rank_id])
-            self._in_flight.append(handle)
-            if len(self._in_flight) > num_to_keep:
-                self._ledger.release(self._in_flight.popleft())
-            total_ns += time.perf_counter_ns() - started_ns
-        return total_ns * 1e-9
+    def run(self, num_decisions: int) -> None:
+        self.decision_ns = self.events_ns = 0
+        for _ in range(0, num_decisions, BATCH):
+            requests = [self._make_request(self._handle + i) for i in range(BATCH)]
+            for _ in range(BATCH):
+                self._report(self._rng.choice(self._ranks))
+            if self._index is not None and len(self._in_flight) == self._num_to_keep:
+                self._say_what_was_stored(self._index, list(self._in_flight)[:BATCH])
+            started_ns = time.thread_time_ns()
+            for request in requests:
+                self._decide(request)
+            self.decision_ns += time.thread_time_ns() - started_ns
 
-    def _report(self, rank_id: RankId, now: float) -> None:
+    def _decide(self, request: RoutingRequest) -> None:
+        self._handle += 1
+        ledger, handle = self._ledger, self._handle
+        choice = self._balancer.choose(request, self._ranks, handle * 1e-3)
+        rank_id = choice.rank_id
+        ledger.book(handle, rank_id, request.num_prompt_tokens - choice.num_cached_tokens, request.block_keys)
+        self._command_seqs[rank_id] += 1
+        ledger.on_sent(handle, self._command_seqs[rank_id])
+        self._in_flight.append((handle, rank_id, request.block_keys[NUM_KEYS // 2 :]))
+        if len(self._in_flight) > self._num_to_keep:
+            ledger.release(self._in_flight.popleft()[0])
+
+    def _report(self, rank_id: RankId) -> None:
         held = len(self._ledger.handles_on(rank_id))
         load = RankLoad(num_running=held, num_decodes=held, num_prefill_tokens=self._rng.randrange(4000), num_kv_blocks=1000)
-        self._ledger.on_report(rank_id, self._handle, self._seqs[rank_id], load, now)
+        self._ledger.on_report(rank_id, self._handle, self._command_seqs[rank_id], load, self._handle * 1e-3)
+
+    def _say_what_was_stored(self, index: PrefixIndex, ending: Sequence[tuple[int, RankId, Sequence[int]]]) -> None:
+        """By requests that are about to end. What they leave is evicted at once, so that the index stays as large as it is."""
+        started_ns = time.thread_time_ns()
+        for _, rank_id, keys in ending:
+            for stored, evicted in ((array("Q", keys), array("Q")), (array("Q"), array("Q", keys))):
+                index.on_events(CacheEvents(rank_id, self._event_seqs[rank_id], False, stored, evicted))
+                self._event_seqs[rank_id] += 1
+        self.events_ns += time.thread_time_ns() - started_ns
 
 
-def decision_row(policy: str, num_ranks: int, runs: int) -> Row:
-    num_decisions = max(500, 20_000 // num_ranks)
-    figures = [Bench(policy, num_ranks, seed).run(num_decisions) / num_decisions * 1e6 for seed in range(runs)]
+def decision_rows(policy: str, num_ranks: int, runs: int) -> list[Row]:
+    num_decisions = max(240, 20_000 // num_ranks // BATCH * BATCH)
+    decisions, events = [], []
+    for seed in range(runs):
+        bench = Bench(policy, num_ranks, seed)
+        bench.run(num_decisions)
+        decisions.append(bench.decision_ns * 1e-3 / num_decisions)
+        events.append(bench.events_ns * 1e-3 / num_decisions)
     limit = LIMITS_US.get(num_ranks)
     name = f"{policy}, {num_ranks} ranks"
     if limit is None:
-        return Row(name, sorted(figures)[len(figures) // 2], "no limit", None, None, "µs per decision")
-    return compare(name, "µs per decision", figures, "limit", [limit])
+        return [alone(name, decisions, "µs per decision")]
+    rows = [compare(name, "µs per decision", decisions, "limit", [limit])]
+    return [*rows, alone("  its cache events", events, "µs per request")] if any(events) else rows
+
+
+def alone(name: str, figures: Sequence[float], unit: str) -> Row:
+    return Row(name, median(figures), "no limit", None, None, unit)
 
 
 def hashing_row(runs: int) -> Row:
     prompt = list(range(NUM_PROMPT_TOKENS))
     figures = []
     for _ in range(runs):
-        started = time.perf_counter()
+        started = time.thread_time()
         for _ in range(200):
             prefix_keys(prompt, BLOCK_SIZE)
-        figures.append((time.perf_counter() - started) / 200 * 1e6)
-    return Row(
-        f"hashing {NUM_PROMPT_TOKENS // BLOCK_SIZE} blocks", sorted(figures)[runs // 2], "no limit", None, None, "µs per prompt"
-    )
+        figures.append((time.thread_time() - started) / 200 * 1e6)
+    return alone(f"hashing {NUM_PROMPT_TOKENS // BLOCK_SIZE} blocks", figures, "µs per prompt")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="of each figure; medians count (default: 5)")
     args = parser.parse_args(arguments)
-    rows = [decision_row(policy, num_ranks, args.runs) for policy in args.policy for num_ranks in args.ranks]
+    rows = [row for policy in args.policy for num_ranks in args.ranks for row in decision_rows(policy, num_ranks, args.runs)]
     publish([*rows, hashing_row(args.runs)], args.runs, args.json)
     return 0
 

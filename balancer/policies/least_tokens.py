@@ -42,7 +42,7 @@ class LeastTokens:
         self._choice = LeastCost(rng)
 
     def choose(self, request: RoutingRequest, ranks: Sequence[RankView], now: float) -> Choice:
-        best_rate = max(view.prefill_tokens_per_s for view in ranks)
+        best_rate = max([view.prefill_tokens_per_s for view in ranks])
         costs = [expected_tokens(view, request.num_prompt_tokens, best_rate) for view in ranks]
         return self._choice.choose(costs, ranks, self.name)
 
@@ -68,14 +68,11 @@ class LeastCost:
 
 def expected_tokens(view: RankView, num_prompt_tokens: float, best_rate: float) -> float:
     """What stands between a new request and its first token there, in tokens at the speed of the group's best rank."""
-    tokens: float = view.num_prefill_tokens + num_prompt_tokens + SEQUENCE_TOKENS * view.num_requests
+    tokens: float = view.num_prefill_tokens + num_prompt_tokens + SEQUENCE_TOKENS * (view.num_waiting + view.num_running)
     if view.kv_cache_usage > KV_FREE:
         fullness = min(1.0, (view.kv_cache_usage - KV_FREE) / (1.0 - KV_FREE))
         tokens += view.max_num_batched_tokens * fullness * fullness
-    return tokens * _slowness(view.prefill_tokens_per_s, best_rate)
-
-
-def _slowness(rate: float, best_rate: float) -> float:
-    if rate * RATE_NOISE >= best_rate or rate <= 0.0:
-        return 1.0
-    return min(MAX_SLOWNESS, best_rate / rate)
+    rate = view.prefill_tokens_per_s
+    if 0.0 < rate * RATE_NOISE < best_rate:
+        tokens *= min(MAX_SLOWNESS, best_rate / rate)
+    return tokens

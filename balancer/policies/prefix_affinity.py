@@ -31,9 +31,9 @@ class PrefixAffinity:
         self._choice = LeastCost(rng)
 
     def choose(self, request: RoutingRequest, ranks: Sequence[RankView], now: float) -> Choice:
-        best_rate = max(view.prefill_tokens_per_s for view in ranks)
-        num_tokens, cached = request.num_prompt_tokens, request.cached_tokens
+        best_rate = max([view.prefill_tokens_per_s for view in ranks])
+        num_tokens, num_cached = request.num_prompt_tokens, request.cached_tokens.get
         costs = [
-            expected_tokens(view, COMPUTE_WEIGHT * (num_tokens - cached.get(view.rank_id, 0)), best_rate) for view in ranks
+            expected_tokens(view, COMPUTE_WEIGHT * (num_tokens - num_cached(view.rank_id, 0)), best_rate) for view in ranks
         ]
         return self._choice.choose(costs, ranks, self.name)

@@ -33,7 +33,7 @@ class SessionAffinity:
     def choose(self, request: RoutingRequest, ranks: Sequence[RankView], now: float) -> Choice:
         if request.session_id is None:
             return self._least_tokens.choose(request, ranks, now)
-        best_rate = max(view.prefill_tokens_per_s for view in ranks)
+        best_rate = max([view.prefill_tokens_per_s for view in ranks])
         costs = [expected_tokens(view, 0, best_rate) for view in ranks]
         least = min(costs)
         session = _number_of(request.session_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from balancer.ledger import LoadLedger
@@ -28,7 +28,7 @@ class SnapshotLedger(LoadLedger):
         self._bumps: dict[RankId, int] = {}
         self._snapshots: dict[RankId, RankLoad] = {}
 
-    def book(self, handle: int, rank_id: RankId, num_prompt_tokens: int, block_keys: Iterable[BlockKey] = ()) -> None:
+    def book(self, handle: int, rank_id: RankId, num_prompt_tokens: int, block_keys: Sequence[BlockKey] = ()) -> None:
         super().book(handle, rank_id, num_prompt_tokens, block_keys)
         self._bumps[rank_id] = self._bumps.get(rank_id, 0) + self._bump
 

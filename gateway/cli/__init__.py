@@ -18,6 +18,7 @@ from gateway.exit_codes import EXIT_USAGE
 COMMANDS = {
     "serve": "serve a model: an OpenAI-compatible endpoint over one or more engine cores",
     "status": "show how a running endpoint and its ranks are",
+    "ranks": "drain, undrain or restart ranks of a running endpoint, or change their number",
     "bench": "put load on an endpoint and measure it",
     "simulate": "load balancing policies on a trace, in virtual time",
     "models": "the models that have a name: list, pull, path",

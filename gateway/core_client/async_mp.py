@@ -76,11 +76,15 @@ class AsyncMPClient(EngineCoreClient):
         self._outputs = LoopSocket(self._context, zmq.PULL, self._on_output_socket)
         self._received: asyncio.Queue[Received] = asyncio.Queue()
         self.ranks = Ranks(
-            config, place.life, self.ledger, clock,
+            config, place.index, place.life, self.ledger, clock,
             put=self._received.put_nowait, tell_launcher=self._tell_launcher, read_all=self._outputs.drain_now,
             on_serving=self._on_serving,
         )  # fmt: skip
-        self.link = LauncherLink(self._context, self.ranks.on_group_state, self._on_shutdown, self._on_abort)
+        self.link = LauncherLink(
+            self._context, self.ranks.on_group_state, self._on_shutdown, self._on_abort, self._on_order_done
+        )
+        self._orders: dict[int, asyncio.Future[None]] = {}  # given to the launcher and not answered yet, by id
+        self._last_order = 0
         self._group: GroupView | None = None
         if config.parallel.has_others:
             self._group = GroupView(config.parallel, self._context, place.url, self.ranks.report, clock)
@@ -138,6 +142,9 @@ class AsyncMPClient(EngineCoreClient):
             self._ticker.cancel()
         if self._group is not None:
             self._group.close()
+        for done in self._orders.values():
+            if not done.done():
+                done.set_exception(EngineDeadError("the engine client was shut down"))
         self.ranks.close()
         self._utilities.fail_all(EngineDeadError("the engine client was shut down"))
         try:
@@ -174,7 +181,7 @@ class AsyncMPClient(EngineCoreClient):
         self.ledger.on_sent(request.handle, seq)
         self._sent[request.handle] = sent
         rank.requests_total += 1
-        rank.requests_moved_in += sent.num_moves > 0
+        rank.requests_moved_in += sent.has_moved
 
     def _choose(self, routing: RoutingRequest, now: float) -> Choice:
         """The rank for a request. Overridden where there is a choice."""
@@ -184,7 +191,8 @@ class AsyncMPClient(EngineCoreClient):
                 f"data_parallel_rank must be {rank.life.rank_id.rank}, the only rank here, got {routing.pinned_rank}",
                 "data_parallel_rank",
             )
-        if not rank.life.health.is_serving or rank.life.health.refuses_requests:
+        health = rank.life.health
+        if not health.is_serving or health.refuses_requests or health.state is RankState.DRAINING:
             raise self.ranks.unavailable()
         return Choice(rank.life.rank_id, "only one")
 
@@ -199,9 +207,8 @@ class AsyncMPClient(EngineCoreClient):
         self._on_room()
 
     def _abort_on(self, rank_id: m.RankId, handles: tuple[int, ...]) -> None:
-        life = self.ranks[rank_id.rank].life
-        abort_seq = None
-        if life.rank_id == rank_id:
+        rank, abort_seq = self.ranks.find(rank_id.rank), None
+        if rank is not None and (life := rank.life).rank_id == rank_id:
             with contextlib.suppress(EngineDeadError):  # a rank that is gone needs no abort
                 abort_seq = self._send(life, lambda seq: m.AbortRequests(seq, handles))
         for handle in handles:
@@ -241,6 +248,28 @@ class AsyncMPClient(EngineCoreClient):
         rank_ids = [life.rank_id for life in lives]
         results = await self.call_utility_on(rank_ids, method, *args, timeout_s=timeout_s)
         return {rank_id.rank: result for rank_id, result in zip(rank_ids, results, strict=True)}
+
+    async def order(self, action: str, *, rank: int = 0, size: int = 0, drain_timeout_s: float = 0.0) -> None:
+        self._last_order += 1
+        order = m.GroupOrder(self._last_order, action, rank, size, drain_timeout_s)
+        done = self._orders[order.order_id] = asyncio.get_running_loop().create_future()
+        try:
+            self.link.send(order)
+            await done  # the launcher bounds every order, and whoever sees it end ends us
+        finally:
+            del self._orders[order.order_id]
+
+    def _on_order_done(self, answer: m.GroupOrderDone) -> None:
+        done = self._orders.get(answer.order_id)
+        if done is None or done.done():
+            return  # its caller has left
+        if answer.error is None:
+            done.set_result(None)
+        elif answer.error_kind == "failed":
+            done.set_exception(EngineDeadError(answer.error, cause=answer.error))
+        else:
+            status = 404 if answer.error_kind == "unknown rank" else 409
+            done.set_exception(InvalidRequestError(answer.error, status=status))
 
     async def call_utility_on(
         self, rank_ids: Sequence[m.RankId], method: str, *args: Any, timeout_s: float | None = None
@@ -350,7 +379,8 @@ class AsyncMPClient(EngineCoreClient):
 
     def note_moved(self, died: EngineDied, num_moved: int, num_lost: int) -> None:
         """For the counters and the event log."""
-        self.ranks[died.rank_id.rank].requests_moved_away += num_moved
+        if (rank := self.ranks.find(died.rank_id.rank)) is not None:
+            rank.requests_moved_away += num_moved
         if num_moved:
             lost = f", {num_lost} failed" if num_lost else ""
             text = f"{num_moved} requests of epoch {died.rank_id.epoch} go on elsewhere{lost}"
@@ -372,6 +402,7 @@ class AsyncMPClient(EngineCoreClient):
                 self.ranks.look_for_silence(now)
             looked_s = now
             self._note_eligible()
+            self.ranks.tell_idle()
             if self.embedded is not None and self.embedded.exit_code is not None and self.failure is None:
                 self.ranks.fail(f"the launcher ended with exit code {self.embedded.exit_code}")
 
@@ -397,8 +428,8 @@ class AsyncMPClient(EngineCoreClient):
 
     def set_missing_loras(self, rank_id: m.RankId, missing: dict[str, str]) -> None:
         """The adapters, by name, that this life of a rank could not load, and why."""
-        life = self.ranks[rank_id.rank].life
-        if life.rank_id == rank_id:
+        rank = self.ranks.find(rank_id.rank)
+        if rank is not None and (life := rank.life).rank_id == rank_id:
             life.missing_loras = missing
 
     @property

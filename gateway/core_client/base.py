@@ -30,6 +30,7 @@ class EngineDied:
 
     rank_id: RankId
     cause: str
+    is_by_order: bool = False  # of an operator: no request can be its cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,12 @@ Received = EngineCoreOutputs | UtilityResult | EngineDied | RanksChanged | Engin
 
 @dataclass(frozen=True, slots=True)
 class SentRequest:
-    """A request as it was given to a rank, and for how many deaths of ranks it was there."""
+    """A request as it was given to a rank."""
 
     request: EngineCoreRequest
     routing: RoutingRequest
-    num_moves: int = 0
+    num_deaths: int = 0  # of ranks, that it was there at
+    has_moved: bool = False  # an earlier rank has had it
     arrived_s: float = 0.0  # on the client's clock
     deadline_s: float | None = None  # on the same
 
@@ -113,6 +115,14 @@ class EngineCoreClient(ABC):
     @abstractmethod
     def on_engine_died(self, died: EngineDied) -> list[SentRequest]:
         """Closes the books of a dead rank and returns what it held."""
+
+    @abstractmethod
+    async def order(self, action: str, *, rank: int = 0, size: int = 0, drain_timeout_s: float = 0.0) -> None:
+        """Has the launcher do what an operator wants of the group, see `GroupOrder`; returns when it is done.
+
+        Raises `InvalidRequestError` (404 for an unknown rank, 409 for what cannot be done now), `EngineDeadError` when a rank
+        does not come up.
+        """
 
     @property
     @abstractmethod

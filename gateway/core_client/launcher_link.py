@@ -8,7 +8,7 @@ from collections.abc import Callable
 import zmq
 
 from cores.codec import CodecError, Message, decode, encode
-from cores.messages import AbortElsewhere, GroupState, Shutdown, front_end_identity
+from cores.messages import AbortElsewhere, GroupOrderDone, GroupState, Shutdown, front_end_identity
 from gateway.loop_socket import LoopSocket
 
 logger = logging.getLogger(__name__)
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 class LauncherLink:
     """`on_group_state` gets every snapshot, `on_shutdown` the order to drain within so many seconds, `on_abort` the id of
-    requests that another front end was asked to abort."""
+    requests that another front end was asked to abort, `on_order_done` the answer to an order of ours."""
 
     def __init__(
         self,
@@ -24,11 +24,13 @@ class LauncherLink:
         on_group_state: Callable[[GroupState], None],
         on_shutdown: Callable[[float], None],
         on_abort: Callable[[str], None],
+        on_order_done: Callable[[GroupOrderDone], None],
     ) -> None:
         self._socket = LoopSocket(context, zmq.DEALER, self._on_message)
         self._on_group_state = on_group_state
         self._on_shutdown = on_shutdown
         self._on_abort = on_abort
+        self._on_order_done = on_order_done
 
     def start(self, control_address: str, index: int) -> None:
         self._socket.connect(control_address, identity=front_end_identity(index))
@@ -55,3 +57,5 @@ class LauncherLink:
             self._on_shutdown(message.timeout_s)
         elif isinstance(message, AbortElsewhere):
             self._on_abort(message.request_id)
+        elif isinstance(message, GroupOrderDone):
+            self._on_order_done(message)

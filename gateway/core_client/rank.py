@@ -36,6 +36,8 @@ class RankLife:
     health: RankHealth
     ready: EngineReady | None = None
     last_seq: int = 0  # of the commands sent to it
+    is_leaving: bool = False  # it ends by an operator's order
+    has_told_idle: bool = False  # it drains, and the launcher knows that we have nothing on it
     load: RankLoad = field(default_factory=RankLoad)
     load_at_s: float | None = None
     weight_version: int = 0
@@ -69,8 +71,9 @@ class Rank:
         self.generation_rate.read(stats.num_generation_tokens, now)
 
     def on_death(self, cause: str, now: float) -> None:
-        self.deaths += 1
-        self.death_cause, self.last_death_s = cause, now
+        if not self.life.is_leaving:
+            self.deaths += 1
+            self.death_cause, self.last_death_s = cause, now
         self.prompt_rate, self.generation_rate = RateMeter(), RateMeter()
 
     @property

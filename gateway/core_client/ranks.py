@@ -34,6 +34,7 @@ class Ranks:
     def __init__(
         self,
         config: GatewayConfig,
+        front_end_index: int,
         front_end_life: int,
         ledger: LoadLedger,
         clock: Callable[[], float],
@@ -48,6 +49,7 @@ class Ranks:
         self.all_ready = asyncio.Event()  # or beyond hope
         self.before_serving: Callable[[m.RankId], Awaitable[None]] | None = None  # what a rank needs before it takes requests
         self._fault: FaultConfig = config.fault
+        self._front_end_index = front_end_index
         self._front_end_life = front_end_life
         self._ledger = ledger
         self._clock = clock
@@ -65,6 +67,10 @@ class Ranks:
 
     def __getitem__(self, number: int) -> Rank:
         return self._ranks[number]
+
+    def find(self, number: int) -> Rank | None:
+        """None for one that was removed."""
+        return self._ranks.get(number)
 
     def close(self) -> None:
         """What dies from now on was asked to."""
@@ -89,7 +95,8 @@ class Ranks:
         """Raises `EngineDeadError` when that life is over."""
         rank = self.living(rank_id)
         if rank is None:
-            raise EngineDeadError(f"{rank_id} died", rank_id.rank, self[rank_id.rank].death_cause)
+            gone = self.find(rank_id.rank)
+            raise EngineDeadError(f"{rank_id} died", rank_id.rank, gone.death_cause if gone else "it was removed")
         return rank.life
 
     def on_engine_ready(self, identity: bytes, ready: m.EngineReady) -> bool:
@@ -172,19 +179,45 @@ class Ranks:
     def on_group_state(self, group: m.GroupState) -> None:
         """The launcher's verdicts."""
         now = self._clock()
+        self._note_membership({record.rank for record in group.ranks}, now)
         for record in group.ranks:
-            rank = self._ranks.get(record.rank)
-            if rank is None or record.epoch < rank.life.rank_id.epoch:
+            rank = self._ranks[record.rank]
+            if record.epoch < rank.life.rank_id.epoch:
                 continue
             life = self._life_for(rank, m.RankId(record.rank, record.epoch))
             rank.restarts = record.restarts
+            life.is_leaving = life.is_leaving or record.is_leaving
             if record.state == "dead":
                 self._read_all()  # what the rank still said comes before the news of its death
                 self.declare_dead(life.rank_id, record.cause or "unknown cause", tell_launcher=False)
             life.health.on_launcher_state(record.state, now)
+        self.tell_idle()
+        self.note_eligible()
         self._check_all_ready()
         if group.failed is not None and self.failure is None:
             self._give_up(group.failed)
+
+    def _note_membership(self, numbers: set[int], now: float) -> None:
+        """An operator has added ranks, or removed some."""
+        for number in numbers - self._ranks.keys():
+            self._ranks[number] = Rank(self._new_life(m.RankId(number, 0)))
+            self.events.add("scale", number, "added", now)
+        for number in self._ranks.keys() - numbers:
+            life = self._ranks[number].life
+            life.is_leaving = True
+            self._read_all()
+            self.declare_dead(life.rank_id, "removed by an operator", tell_launcher=False)
+            del self._ranks[number]
+            self.events.add("scale", number, "removed", now)
+
+    def tell_idle(self) -> None:
+        """Tells the launcher, once, which of the draining ranks have nothing of ours any more."""
+        for life in self.lives:
+            if life.health.state is not RankState.DRAINING:
+                life.has_told_idle = False
+            elif not life.has_told_idle and not self._ledger.handles_on(life.rank_id):
+                life.has_told_idle = True
+                self._tell_launcher(m.RankIdle(self._front_end_index, life.rank_id))
 
     def declare_dead(self, rank_id: m.RankId, cause: str, *, tell_launcher: bool = True) -> None:
         """The one way into death. The first proof counts."""
@@ -194,10 +227,12 @@ class Ranks:
         now, headline = self._clock(), cause.partition("\n")[0]
         rank.life.health.on_dead(now, headline)
         rank.on_death(headline, now)
-        text = f"died with {len(self._ledger.handles_on(rank_id))} requests in flight: {headline}"
-        self.events.add("death", rank_id.rank, f"epoch {rank_id.epoch} {text}", now, rank_id.epoch)
-        logger.log(logging.INFO if self._closed else logging.ERROR, "%s %s", rank_id, text)
-        self._put(EngineDied(rank_id, headline))
+        is_by_order = rank.life.is_leaving
+        end, num_held = "ended" if is_by_order else "died", len(self._ledger.handles_on(rank_id))
+        text = f"{end} with {num_held} requests in flight: {headline}"
+        self.events.add("end" if is_by_order else "death", rank_id.rank, f"epoch {rank_id.epoch} {text}", now, rank_id.epoch)
+        logger.log(logging.INFO if self._closed or is_by_order else logging.ERROR, "%s %s", rank_id, text)
+        self._put(EngineDied(rank_id, headline, is_by_order))
         if tell_launcher:
             self._tell_launcher(m.RankDied(rank_id, headline))
 
@@ -253,15 +288,18 @@ class Ranks:
     @property
     def standstill(self) -> str | None:
         """ "draining", "paused" or "sleeping" when that is why no rank takes requests."""
-        states = {life.health.state for life in self.lives}
+        states = {life.health.state for life in self.lives if not life.is_leaving}  # for what leaves, requests wait
         if RankState.READY in states:
             return None
         return next((s.value for s in (RankState.SLEEPING, RankState.PAUSED, RankState.DRAINING) if s in states), None)
 
     @property
     def awaits_restart(self) -> bool:
-        """No rank serves, but one will."""
-        return not self.serving and self.failure is None and self._fault.engine_restarts > 0
+        """No rank serves, or only such that an operator has just restarted; but one will."""
+        if self.failure is not None or any(life.health.is_serving and not life.is_leaving for life in self.lives):
+            return False
+        is_ordered = any(life.is_leaving or life.health.state is RankState.RESTARTING for life in self.lives)
+        return is_ordered or self._fault.engine_restarts > 0
 
     def unavailable(self, what: str = "no rank can take a request now") -> OverloadedError | EngineDeadError:
         if self.failure is not None:

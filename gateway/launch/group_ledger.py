@@ -5,12 +5,15 @@ Rules
 * A life of a rank is a `RankId`. Whatever is said about a life that is over is ignored: the first proof of a death counts.
 * A rank that dies before the whole group has been up once fails the start: a second try would hide a wrong setting.
 * After that it gets a new life, later each time, and at most `max_restarts` times within ten minutes.
+* A life that ends by an operator's order costs nothing of that: the rank gets its next life at once, or is gone.
+* A rank that is added to a running group and dies before it was ready once is gone again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from cores.messages import GroupState, RankId, RankRecord
 from gateway.launch.restart_budget import RestartBudget
@@ -25,7 +28,18 @@ _TRANSITIONS = {
     ("starting", "died"): "dead",
     ("restarting", "died"): "dead",
     ("ready", "died"): "dead",
+    ("ready", "drain"): "draining",
+    ("draining", "undrain"): "ready",
+    ("draining", "died"): "dead",
 }
+
+
+class OrderError(Exception):
+    """An operator's order that cannot be carried out. `kind` as in `GroupOrderDone`."""
+
+    def __init__(self, message: str, kind: str = "conflict") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +61,15 @@ class GivenUp:
     is_last: bool
 
 
-Verdict = Restart | StartFailed | GivenUp
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """It is no rank of the group any more."""
+
+
+Verdict = Restart | StartFailed | GivenUp | Removed
+
+
+_LEAVING = {"restart": "restart", "remove": "removal"}
 
 
 @dataclass(slots=True)
@@ -59,13 +81,17 @@ class _Rank:
     pid: int | None = None
     restart_pending: bool = False
     restarts: int = 0
+    leaving: Literal["", "restart", "remove"] = ""  # what becomes of it when this life has ended
+    is_added: bool = False  # to a running group, and was not ready yet
 
 
 class GroupLedger:
     """The group's state machine. Times are monotonic seconds."""
 
     def __init__(self, ranks: Iterable[int], max_restarts: int) -> None:
+        self._max_restarts = max_restarts
         self._ranks = {rank: _Rank(RestartBudget(max_restarts, FIRST_BACKOFF_S)) for rank in ranks}
+        self._past_epochs: dict[int, int] = {}  # of removed ranks: a frame of theirs must not pass for a successor's
         self._was_up = False
         self.failed: str | None = None  # the start failed, or no rank is left
 
@@ -77,7 +103,14 @@ class GroupLedger:
     def snapshot(self) -> GroupState:
         records = tuple(
             RankRecord(
-                rank, r.epoch, "starting" if r.state == "new" else r.state, r.cause, r.restarts, r.pid, r.restart_pending
+                rank,
+                r.epoch,
+                state="starting" if r.state == "new" else r.state,
+                cause=r.cause,
+                restarts=r.restarts,
+                pid=r.pid,
+                restart_pending=r.restart_pending,
+                is_leaving=bool(r.leaving),
             )
             for rank, r in self._ranks.items()
         )
@@ -101,6 +134,7 @@ class GroupLedger:
         if not self._is_current(rank_id) or self._ranks[rank_id.rank].state == "ready":
             return False
         self._move(rank_id.rank, "ready")
+        self._ranks[rank_id.rank].is_added = False
         self._was_up = self._was_up or all(r.state == "ready" for r in self._ranks.values())
         return True
 
@@ -113,12 +147,12 @@ class GroupLedger:
         if not self._was_up:
             self.failed = f"rank {rank_id.rank} did not start: {cause}"
             return StartFailed()
-        return self._restart_or_give_up(rank_id.rank, now)
+        return self._obey_order(rank_id.rank) or self._restart_or_give_up(rank_id.rank, now)
 
     def give_up(self, rank: int, cause: str) -> None:
         """It is dead and stays so, whatever its state: for a reason that lies with us."""
         r = self._ranks[rank]
-        r.state, r.cause, r.restart_pending = "dead", cause, False
+        r.state, r.cause, r.restart_pending, r.leaving = "dead", cause, False, ""
         r.budget = RestartBudget(0, FIRST_BACKOFF_S)
         if not self._was_up:
             self.failed = self.failed or f"rank {rank} did not start: {cause}"
@@ -128,10 +162,101 @@ class GroupLedger:
     def retire(self) -> None:
         """The group is being shut down: no rank gets another life."""
         for r in self._ranks.values():
-            r.restart_pending = False
+            r.restart_pending, r.leaving = False, ""
             r.budget = RestartBudget(0, FIRST_BACKOFF_S)
         if self._is_nobody_left():
             self.failed = self.failed or "all ranks were dead when the group was shut down"
+
+    # --- orders of an operator ---
+
+    def drain(self, rank: int) -> None:
+        """It gets no more requests. Raises `OrderError`, as all below."""
+        r = self._find(rank)
+        if r.state not in ("ready", "draining"):
+            raise OrderError(f"rank {rank} is {r.state}: only a rank that is ready can be drained")
+        if r.state == "ready":
+            self._move(rank, "drain")
+
+    def undrain(self, rank: int) -> None:
+        r = self._find(rank)
+        if r.leaving:
+            raise OrderError(f"rank {rank} drains for its {_LEAVING[r.leaving]}, which goes on")
+        if r.state not in ("ready", "draining"):
+            raise OrderError(f"rank {rank} is {r.state}: only a rank that drains can be taken back")
+        if r.state == "draining":
+            self._move(rank, "undrain")
+
+    def leave(self, rank: int, leaving: Literal["restart", "remove"]) -> None:
+        """Drains it; when its life ends, it has been restarted or removed by order."""
+        if self._find(rank).leaving:
+            raise OrderError(f"rank {rank} drains already, for its {_LEAVING[self._find(rank).leaving]}")
+        self.drain(rank)
+        self._find(rank).leaving = leaving
+
+    def is_down(self, rank: int) -> bool:
+        """It is dead and would stay so."""
+        r = self._find(rank)
+        return r.state == "dead" and not r.restart_pending
+
+    def revive(self, rank: int) -> None:
+        """One that is down may begin another life, and die as often as a new one."""
+        if self.failed is not None:
+            raise OrderError(f"the group has ended ({self.failed}): start the server again")
+        assert self.is_down(rank)
+        self._ranks[rank].budget = RestartBudget(self._max_restarts, FIRST_BACKOFF_S)
+        self._ranks[rank].restart_pending = True
+
+    def add(self, rank: int) -> None:
+        assert rank not in self._ranks
+        budget = RestartBudget(self._max_restarts, FIRST_BACKOFF_S)
+        self._ranks[rank] = _Rank(budget, epoch=self._past_epochs.get(rank, 0), is_added=True)
+
+    def remove_down(self, rank: int) -> None:
+        """Takes one away that is down."""
+        assert self.is_down(rank)
+        self._drop(rank)
+
+    def is_ready(self, rank: int) -> bool:
+        r = self._ranks.get(rank)
+        return r is not None and r.state == "ready"
+
+    def state(self, rank: int) -> str:
+        return self._find(rank).state
+
+    def cause(self, rank: int) -> str | None:
+        """Of its last death."""
+        return self._find(rank).cause
+
+    def epoch(self, rank: int) -> int:
+        return self._find(rank).epoch
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(self._ranks)
+
+    def _find(self, rank: int) -> _Rank:
+        if rank not in self._ranks:
+            there = ", ".join(map(str, sorted(self._ranks)))
+            raise OrderError(f"rank {rank} does not exist; the ranks are {there}", "unknown rank")
+        return self._ranks[rank]
+
+    def _obey_order(self, rank: int) -> Restart | Removed | None:
+        r = self._ranks[rank]
+        if r.leaving == "restart":
+            r.leaving, r.restart_pending = "", True
+            r.restarts += 1
+            return Restart(0.0)
+        if r.leaving == "remove" or r.is_added:
+            self._drop(rank)
+            if self._is_nobody_left():
+                self.failed = f"no rank is left; rank {rank} was removed"
+            return Removed()
+        return None
+
+    def _drop(self, rank: int) -> None:
+        self._past_epochs[rank] = self._ranks.pop(rank).epoch
+
+    # --- what follows from a death ---
 
     def _restart_or_give_up(self, rank: int, now: float) -> Verdict:
         r = self._ranks[rank]
@@ -163,5 +288,7 @@ class GroupLedger:
             assert r.epoch >= r.restarts, f"rank {rank}: more restarts than lives"
             r.budget.check_invariants()
             assert r.state == "dead" or not r.restart_pending, f"rank {rank} is alive and awaits a restart"
-            assert (r.state == "new") == (r.epoch == 0), f"rank {rank}: state {r.state} in epoch {r.epoch}"
+            assert r.state == "draining" or not r.leaving, f"rank {rank} is {r.state} and leaves"
+            first = self._past_epochs.get(rank, 0)
+            assert (r.state == "new") == (r.epoch == first), f"rank {rank}: state {r.state} in epoch {r.epoch} after {first}"
         assert not self._is_nobody_left() or self.failed is not None, "no rank is left and nobody says why"

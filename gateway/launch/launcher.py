@@ -33,9 +33,12 @@ from cores.messages import (
     FrontEndFailed,
     FrontEndHello,
     FrontEndReady,
+    GroupOrder,
+    GroupOrderDone,
     GroupState,
     RankDied,
     RankId,
+    RankIdle,
     RankStalled,
     RankSuspected,
     Shutdown,
@@ -46,6 +49,7 @@ from gateway.launch.control import ControlSocket
 from gateway.launch.coordinator_process import make_coordinator
 from gateway.launch.front_end_process import HELLO_TIMEOUT_S, ChildFrontEnd, FrontEnd, ParentFrontEnd
 from gateway.launch.group_ledger import GroupLedger
+from gateway.launch.group_operations import GroupOperations
 from gateway.launch.rank_supervisor import RankPlan, RankSupervisor
 from gateway.launch.ranks import ranks_on_node
 
@@ -97,6 +101,8 @@ class Launcher:
                 for index in range(config.server.api_server_count)
             ]
         )  # fmt: skip
+        self._operations = GroupOperations(self._ranks)
+        self._orders: set[asyncio.Task[None]] = set()
         self._is_embedded = listener is None
         self._last_death: str | None = None  # of the last rank, when no rank is left
         self._coordinator = make_coordinator(config.parallel)
@@ -190,8 +196,25 @@ class Launcher:
                 self._front_ends[message.index].on_message(message)
             case AbortElsewhere():
                 self._tell_front_ends(message, besides=identity)
+            case RankIdle(index=index, rank_id=rank_id):
+                self._ranks.on_idle(index, rank_id)
+            case GroupOrder():
+                task = asyncio.create_task(self._obey(identity, message), name=f"order to {message.action}")
+                self._orders.add(task)
+                task.add_done_callback(self._orders.discard)
             case _:
                 logger.warning("control socket: %r sent %s, which is not for a launcher", identity, type(message).__name__)
+
+    async def _obey(self, identity: bytes, order: GroupOrder) -> None:
+        parallel = self._config.parallel
+        if not self._ranks.up.is_set() or self._shutdown is not None:
+            done = GroupOrderDone(order.order_id, "the group is starting or ending: no order can be carried out", "conflict")
+        elif order.action == "scale" and (parallel.has_others or parallel.data_parallel_size == 1):
+            needs = "an endpoint can be scaled that was started with --data-parallel-size of 2 or more and has all ranks"
+            done = GroupOrderDone(order.order_id, needs, "conflict")
+        else:
+            done = await self._operations.carry_out(order)
+        self._control.send(identity, done)
 
     def _on_hello(self, address: FrontEndAddress) -> None:
         self._addresses[address.index] = address
@@ -243,6 +266,8 @@ class Launcher:
         """Front ends, ranks, what they ran on, sockets. Bounded; each stage says so in the log."""
         failed = self.failure.done()
         self._ranks.retire()
+        for order in self._orders:
+            order.cancel()
         logger.info("stopping the front end, at most %g s", drain_timeout_s)
         self._shutdown = Shutdown(drain_timeout_s)
         self._tell_front_ends(self._shutdown)
@@ -262,6 +287,8 @@ class Launcher:
     async def kill(self) -> None:
         """The same without asking anybody."""
         self._ranks.retire()
+        for order in self._orders:
+            order.cancel()
         await self._stop_front_ends(0.0)
         await self._ranks.stop(0.0)
         await self._rank_launcher.close()

@@ -4,6 +4,7 @@ this is the shell of tasks, processes and clocks around it."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -15,7 +16,7 @@ from typing import Any
 from cores.config import EngineConfig, EngineLaunch, FrontEndAddress
 from cores.launch.interface import LaunchError, RankHandle, RankLauncher
 from cores.messages import EngineCoreDead, EngineReady, EngineStarting, GroupState, RankDied, RankId, RankStalled, RankSuspected
-from gateway.launch.group_ledger import GivenUp, GroupLedger, Restart, StartFailed, Verdict
+from gateway.launch.group_ledger import GivenUp, GroupLedger, OrderError, Removed, Restart, StartFailed, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class _Life:
     front_ends: dict[int, FrontEndAddress] = field(default_factory=dict)  # that it knows, by index
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     is_stuck: bool = False  # it will not end by itself
+    idle_at: set[int] = field(default_factory=set)  # front ends that have no request on it, and send none, while it drains
     death: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def prove_death(self, cause: str) -> None:
@@ -91,7 +93,9 @@ class RankSupervisor:
         self._sleep = sleep
         self._plan: RankPlan | None = None
         self._lives: dict[int, _Life] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[int, asyncio.Task[str]] = {}  # by rank
+        self._burials: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()  # replaced by a new one at every change
         self._retired = False
         self.up = asyncio.Event()  # every rank has been ready once
 
@@ -103,19 +107,22 @@ class RankSupervisor:
         """All ranks at once."""
         self._plan = plan
         for rank in ranks:
-            task = asyncio.create_task(self._run_rank(rank), name=f"rank {rank}")
-            task.add_done_callback(functools.partial(self._on_task_done, rank))
-            self._tasks.append(task)
+            self._begin_task(rank)
 
-    def _on_task_done(self, rank: int, task: asyncio.Task[None]) -> None:
+    def _begin_task(self, rank: int) -> None:
+        task = self._tasks[rank] = asyncio.create_task(self._run_rank(rank), name=f"rank {rank}")
+        task.add_done_callback(functools.partial(self._on_task_done, rank))
+
+    def _on_task_done(self, rank: int, task: asyncio.Task[str]) -> None:
         """An error of ours costs the rank that nobody watches any more, and no other."""
+        self._note_change()
         if task.cancelled() or (error := task.exception()) is None:
             return
         logger.critical("rank %d cannot be supervised any more", rank, exc_info=error)
         self._ledger.give_up(rank, f"it cannot be supervised any more: {type(error).__name__}: {error}")
         self._publish()
         if (life := self._lives.get(rank)) is not None and life.handle is not None:
-            self._tasks.append(asyncio.create_task(life.handle.kill(), name=f"end of rank {rank}"))
+            self._burials.append(asyncio.create_task(life.handle.kill(), name=f"end of rank {rank}"))
         if self._ledger.failed is not None:
             self._on_no_rank_left(self._ledger.failed)
 
@@ -168,7 +175,9 @@ class RankSupervisor:
 
     # --- one rank ---
 
-    async def _run_rank(self, rank: int) -> None:
+    async def _run_rank(self, rank: int) -> str:
+        """All its lives. Returns the cause of the last death."""
+        cause = ""
         while not self._retired:
             rank_id = self._ledger.begin(rank)
             life = self._lives[rank] = _Life(rank_id)
@@ -178,9 +187,12 @@ class RankSupervisor:
             self._publish()  # before the burial: requests must not wait for a process that takes its time to go
             self._judge(rank_id, cause, verdict)
             await self._bury(life)
+            if isinstance(verdict, Removed):
+                del self._lives[rank]
             if not isinstance(verdict, Restart):
-                return
+                break
             await self._sleep(verdict.delay_s)
+        return cause
 
     async def _live(self, life: _Life) -> str:
         """One life, from the start of its process to the first proof of its death. Returns the cause."""
@@ -232,19 +244,103 @@ class RankSupervisor:
 
     def _publish(self) -> None:
         self._on_change(self.snapshot())
+        self._note_change()
+
+    def _note_change(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     def _judge(self, rank_id: RankId, cause: str, verdict: Verdict | None) -> None:
         if self._retired:
             return
         match verdict:
+            case Restart(delay_s=0.0):
+                logger.info("%s ended, its next life begins: %s", rank_id, cause)
             case Restart(delay_s=delay_s):
                 logger.error("%s died, its next life begins in %g s: %s", rank_id, delay_s, cause)
             case StartFailed():
                 logger.error("%s died while the group was starting", rank_id)
             case GivenUp():
                 logger.error("%s died and stays dead: %s", rank_id, cause)
+            case Removed():
+                logger.info("%s is gone: %s", rank_id, cause)
         if self._ledger.failed is not None:
             self._on_no_rank_left(self._ledger.failed)
+
+    # --- orders of an operator: each raises `OrderError` for what cannot be done ---
+
+    @property
+    def ledger(self) -> GroupLedger:
+        return self._ledger
+
+    def drain(self, rank: int) -> None:
+        self._ledger.drain(rank)
+        self._publish()
+
+    def undrain(self, rank: int) -> None:
+        self._ledger.undrain(rank)
+        self._lives[rank].idle_at.clear()
+        self._publish()
+
+    def on_idle(self, index: int, rank_id: RankId) -> None:
+        life = self._lives.get(rank_id.rank)
+        if life is not None and life.rank_id == rank_id:
+            life.idle_at.add(index)
+            self._note_change()
+
+    async def restart(self, rank: int, drain_timeout_s: float) -> None:
+        """Returns when its next life is ready."""
+        epoch = self._ledger.epoch(rank)
+        if self._ledger.is_down(rank):
+            self._ledger.revive(rank)
+            self._begin_task(rank)
+        else:
+            self._ledger.leave(rank, "restart")
+            await self._end_when_idle(rank, "restarted by an operator", drain_timeout_s)
+        ends = ("ready", "draining", "dead")
+        await self._until(lambda: self._ledger.epoch(rank) > epoch and self._ledger.state(rank) in ends)
+        if self._ledger.state(rank) == "dead":
+            raise OrderError(f"rank {rank} ended and did not come back: {self._ledger.cause(rank)}", "failed")
+
+    async def add(self, rank: int) -> None:
+        """Returns when it is ready."""
+        self._ledger.add(rank)
+        self._begin_task(rank)
+        task = self._tasks[rank]
+        await self._until(lambda: task.done() or self._ledger.is_ready(rank))
+        if task.done():
+            raise OrderError(f"rank {rank} did not start: {task.result()}", "failed")
+
+    async def remove(self, rank: int, drain_timeout_s: float) -> None:
+        """Returns when its process is gone."""
+        task = self._tasks[rank]
+        if self._ledger.is_down(rank):
+            self._ledger.remove_down(rank)
+            del self._lives[rank]
+            self._publish()
+        else:
+            self._ledger.leave(rank, "remove")
+            await self._end_when_idle(rank, "removed by an operator", drain_timeout_s)
+        await self._until(task.done)
+        self._tasks.pop(rank, None)
+
+    async def _end_when_idle(self, rank: int, cause: str, timeout_s: float) -> None:
+        """What a rank still has when the time is over goes on elsewhere, as after a death."""
+        self._publish()
+        life = self._lives[rank]
+
+        def is_idle() -> bool:
+            assert self._plan is not None
+            return life.death.done() or life.idle_at >= {address.index for address in self._plan.front_ends}
+
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._until(is_idle), timeout_s)
+        life.is_stuck = True  # it was not told to end
+        life.prove_death(cause)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._changed.wait()
 
     # --- the end ---
 
@@ -268,7 +364,8 @@ class RankSupervisor:
             _, late = await asyncio.wait(waits, timeout=timeout_s)
             for wait in late:
                 wait.cancel()
-        for task in [*self._tasks, *(life.watcher for life in lives if life.watcher)]:
+        tasks = [*self._tasks.values(), *self._burials]
+        for task in [*tasks, *(life.watcher for life in lives if life.watcher)]:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(life.handle.kill() for life in self._lives.values() if life.handle))

@@ -12,7 +12,7 @@ from aiohttp.typedefs import Handler
 
 from gateway.config import ConfigError, ServerConfig
 from gateway.server.edge import add_headers, edge
-from gateway.server.routes import chat, completions, development, embeddings, lora, models, observation, tokenization
+from gateway.server.routes import admin, chat, completions, development, embeddings, lora, models, observation, tokenization
 from gateway.server.state import STATE, ServerState
 
 BACKLOG = 2048
@@ -24,7 +24,7 @@ def create_app(state: ServerState) -> web.Application:
     """The handlers find `state` in the application; `state.engine` may still be None."""
     app = web.Application(middlewares=[edge, count_in_flight], client_max_size=state.max_body_bytes)
     app[STATE] = state
-    for module in (chat, completions, embeddings, lora, models, observation, tokenization):
+    for module in (admin, chat, completions, embeddings, lora, models, observation, tokenization):
         app.add_routes(module.routes)
     if state.config.server.dev_mode:
         app.add_routes(development.routes)

@@ -40,6 +40,9 @@ class Ranks(Operations):
     ) -> int:
         return len(await self.call_utility_by_rank(method, *args, timeout_s=timeout_s))
 
+    async def order(self, action: str, **options: Any) -> None:
+        self.calls.append((action, options))
+
 
 async def test_one_answer_needs_all_ranks_to_agree() -> None:
     assert await Ranks(is_sleeping=True).is_sleeping() is True
@@ -147,12 +150,30 @@ async def test_collective_rpc_carries_its_arguments_and_its_time() -> None:
     ("name", "args"),
     [
         ("init_weight_transfer_engine", ({},)), ("start_weight_update", ()), ("finish_weight_update", ()),
-        ("scale_elastic_ep", (3,)),
     ],
 )  # fmt: skip
 async def test_what_no_engine_can_do_is_refused_by_name(name: str, args: tuple[Any, ...]) -> None:
     with pytest.raises(NotImplementedError, match=name):
         await getattr(Ranks(), name)(*args)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "param", "status"),
+    [
+        ("drain_rank", (-1,), "rank", 404),
+        ("undrain_rank", ("0",), "rank", 404),
+        ("restart_rank", (1024,), "rank", 404),
+        ("restart_rank", (0, -1.0), "drain_timeout", 400),
+        ("scale_elastic_ep", (0,), "new_data_parallel_size", 400),
+        ("scale_elastic_ep", (True,), "new_data_parallel_size", 400),
+        ("scale_elastic_ep", (2, float("nan")), "drain_timeout", 400),
+    ],
+)
+async def test_orders_that_make_no_sense_are_refused_by_name(name: str, args: tuple[Any, ...], param: str, status: int) -> None:
+    ranks = Ranks()
+    with pytest.raises(InvalidRequestError) as caught:
+        await getattr(ranks, name)(*args)
+    assert (caught.value.param, caught.value.status, ranks.calls) == (param, status, [])
 
 
 async def test_log_stats_is_a_line_per_rank(caplog: pytest.LogCaptureFixture) -> None:

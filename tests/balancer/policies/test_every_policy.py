@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 
@@ -64,8 +65,7 @@ def test_choice_is_always_one_of_the_ranks(name: str, data: st.DataObject, num_p
 
 
 def _with_rank(view: RankView, rank: int) -> RankView:
-    fields = {name: getattr(view, name) for name in RankView.__slots__ if name != "rank_id"}
-    return make_view(rank, **fields)
+    return dataclasses.replace(view, rank_id=RankId(rank, 1))
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from cores.messages import RankId
-from gateway.launch.group_ledger import GivenUp, GroupLedger, Restart, StartFailed
+from gateway.launch.group_ledger import GivenUp, GroupLedger, OrderError, Removed, Restart, StartFailed
 
 
 class Group:
@@ -143,3 +143,72 @@ def test_a_rank_that_is_given_up_stays_dead_whatever_its_state(group: Group) -> 
     assert group.ledger.failed is None
     group.ledger.give_up(0, "nor this one")
     assert group.ledger.failed == "no rank is left; rank 0 was the last to die: nor this one"
+
+
+# --- orders of an operator ----------------------------------------------------------------------------------------------
+
+
+def test_a_drained_rank_is_taken_back(group: Group) -> None:
+    group.bring_up()
+    for _ in range(2):  # the second changes nothing
+        group.ledger.drain(1)
+        assert group.state(1) == "draining"
+    for _ in range(2):
+        group.ledger.undrain(1)
+        assert group.state(1) == "ready"
+
+
+def test_an_ordered_restart_costs_nothing_of_what_a_rank_may_die(group: Group) -> None:
+    group.bring_up()
+    for epoch in range(1, 10):
+        group.ledger.leave(0, "restart")
+        assert group.ledger.snapshot().ranks[0].is_leaving
+        assert group.ledger.on_death(RankId(0, epoch), "restarted by an operator", now=0.0) == Restart(0.0)
+        assert group.ledger.on_ready(group.ledger.begin(0))
+    assert not group.ledger.snapshot().ranks[0].is_leaving
+    assert group.ledger.on_death(RankId(0, 10), "killed", now=0.0) == Restart(1.0)
+
+
+def test_a_removed_rank_is_in_no_snapshot(group: Group) -> None:
+    group.bring_up()
+    group.ledger.leave(0, "remove")
+    assert group.ledger.on_death(RankId(0, 1), "removed by an operator", now=0.0) == Removed()
+    assert [record.rank for record in group.ledger.snapshot().ranks] == [1]
+    assert group.ledger.on_death(RankId(0, 1), "late news", now=0.0) is None
+    with pytest.raises(OrderError, match="rank 0 does not exist; the ranks are 1"):
+        group.ledger.drain(0)
+
+
+def test_an_added_rank_that_never_came_up_is_gone_and_one_that_did_is_a_rank_like_the_others(group: Group) -> None:
+    group.bring_up()
+    group.ledger.add(2)
+    assert group.ledger.on_death(group.ledger.begin(2), "no memory", now=0.0) == Removed()
+    group.ledger.add(2)
+    second = group.ledger.begin(2)
+    assert second == RankId(2, 2), "no frame of the first can pass for the second's"
+    group.ledger.on_ready(second)
+    assert group.ledger.on_death(second, "killed", now=0.0) == Restart(1.0)
+
+
+def test_a_rank_that_was_given_up_can_be_revived_by_order() -> None:
+    group = Group(2, max_restarts=0)
+    group.bring_up()
+    group.ledger.on_death(RankId(0, 1), "killed", now=0.0)
+    assert group.ledger.is_down(0)
+    group.ledger.revive(0)
+    assert group.ledger.on_ready(group.ledger.begin(0))
+    group.ledger.check_invariants()
+
+
+def test_orders_that_do_not_fit_the_state_are_refused(group: Group) -> None:
+    group.bring_up()
+    group.ledger.leave(0, "restart")
+    with pytest.raises(OrderError, match="rank 0 drains for its restart, which goes on"):
+        group.ledger.undrain(0)
+    with pytest.raises(OrderError, match="rank 0 drains already, for its restart"):
+        group.ledger.leave(0, "remove")
+    group.ledger.on_death(RankId(1, 1), "killed", now=0.0)
+    with pytest.raises(OrderError, match="rank 1 is dead: only a rank that is ready can be drained"):
+        group.ledger.drain(1)
+    with pytest.raises(OrderError, match="rank 1 is dead: only a rank that drains can be taken back"):
+        group.ledger.undrain(1)
