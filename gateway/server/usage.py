@@ -8,12 +8,14 @@ from gateway.outputs import RequestOutput
 
 
 class UsageCounter:
-    """Prompt tokens count once per prompt, completion tokens of all its `n` sequences."""
+    """Prompt tokens count once per prompt, completion tokens of all its `n` sequences. Beyond OpenAI's schema, `num_moves` says
+    how often sequences went on at another rank, if any did."""
 
     def __init__(self, num_prompt_tokens: int, n: int) -> None:
         self._num_prompt_tokens = num_prompt_tokens
         self._n = n
         self._cached_by_prompt: dict[int, int] = {}
+        self._moves_by_prompt: dict[int, int] = {}
         self.num_completion_tokens = 0
 
     def add(self, output: RequestOutput) -> None:
@@ -21,11 +23,16 @@ class UsageCounter:
             self.num_completion_tokens += len(completion.token_ids)
         if output.stats.num_cached_tokens and output.outputs:
             self._cached_by_prompt[output.outputs[0].index // self._n] = output.stats.num_cached_tokens
+        if output.stats.num_moves and output.outputs:
+            self._moves_by_prompt[output.outputs[0].index // self._n] = output.stats.num_moves
 
     def to_document(self) -> dict[str, Any]:
-        return {
+        document: dict[str, Any] = {
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": self.num_completion_tokens,
             "total_tokens": self._num_prompt_tokens + self.num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached_by_prompt.values())},
         }
+        if self._moves_by_prompt:
+            document["num_moves"] = sum(self._moves_by_prompt.values())
+        return document

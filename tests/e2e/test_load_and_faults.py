@@ -77,7 +77,7 @@ async def test_a_client_that_leaves_after_five_tokens_frees_its_rank_and_the_led
 
 async def read_to_the_end(session: aiohttp.ClientSession, url: str, started: asyncio.Event, **fields: Any) -> dict[str, Any]:
     """Reads a whole stream and says how it ended."""
-    text, reason, error, done = "", None, None, False
+    text, reason, error, done, usage = "", None, None, False, {}
     async with completion(session, url, **fields) as response:
         rank = response.headers.get("X-Gateway-Rank")
         async for event in events(response):
@@ -89,7 +89,9 @@ async def read_to_the_end(session: aiohttp.ClientSession, url: str, started: asy
             elif event["choices"]:
                 text += event["choices"][0]["text"]
                 reason = event["choices"][0]["finish_reason"] or reason
-    return {"rank": rank, "text": text, "reason": reason, "error": error, "done": done}
+            else:
+                usage = event["usage"]
+    return {"rank": rank, "text": text, "reason": reason, "error": error, "done": done, "usage": usage}
 
 
 async def start_streams(
@@ -112,7 +114,7 @@ async def test_kill_9_of_a_rank_costs_no_stream_a_token(serve: Serve, simulated:
     async with client_session() as session:
         undisturbed = await asyncio.gather(*(whole(session, server.url, max_tokens=600, **stream(i)) for i in range(16)))
         pid = server.rank(0)["pid"]  # asked for before: the streams do not run for long
-        streams = await start_streams(session, server.url, 16, max_tokens=600)
+        streams = await start_streams(session, server.url, 16, max_tokens=600, stream_options={"include_usage": True})
         os.kill(pid, signal.SIGKILL)
         await asyncio.to_thread(poll, lambda: server.rank(0)["state"] == "dead", "rank 0 is shown dead", 20)
         ends = await asyncio.gather(*streams)
@@ -126,6 +128,9 @@ async def test_kill_9_of_a_rank_costs_no_stream_a_token(serve: Serve, simulated:
     assert status["state"] == "degraded"
     assert status["totals"]["failed"] == 0
     assert status["totals"]["moved"] == status["ranks"][0]["requests_moved_away"] == status["ranks"][1]["requests_moved_in"] > 0
+    # Whose answer has moved is told so.
+    assert {end["usage"].get("num_moves", 0) for end in ends if end["rank"] == "0"} <= {0, 1}
+    assert sum(end["usage"].get("num_moves", 0) for end in ends) == status["totals"]["moved"]
     assert {"death", "move"} <= {event["kind"] for event in status["events"]}
 
 
