@@ -1,11 +1,13 @@
 """The group's coordinator as a process: `CoordinatorState` behind one ROUTER socket.
 
 Members (front ends and external-LB endpoints) send `MemberReport` and `MemberLeft` from a DEALER and get `GroupLoads` back.
-Told `{"report_address": "tcp://127.0.0.1:29550"}` as one line on stdin; when stdin ends its parent has died, and so does it.
+Told `{"report_address": "tcp://127.0.0.1:29550", "key_file": null}` as one line on stdin; when stdin ends its parent has died,
+and so does it. With a key file only those who have the same one can speak to it (`cores/curve.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -19,7 +21,8 @@ import zmq
 
 from balancer.coordinator_state import CoordinatorState
 from cores import codec
-from cores.config import is_loopback
+from cores.config import ConfigError, is_loopback
+from cores.curve import GroupKey
 from cores.log import is_worth_a_line, set_up_logging
 from cores.messages import MemberLeft, MemberReport
 
@@ -91,8 +94,8 @@ class DPCoordinator:
             logger.warning("dropped malformed frame %d: %s", self.num_malformed, why)
 
 
-def read_address(line: str) -> str:
-    """The `report_address` of the configuration line. Raises `ValueError`."""
+def read_config(line: str) -> tuple[str, GroupKey | None]:
+    """The address to bind and the key, from the configuration line. Raises `ValueError`."""
     try:
         config = json.loads(line)
     except ValueError as error:
@@ -100,23 +103,29 @@ def read_address(line: str) -> str:
     address = config.get("report_address") if isinstance(config, dict) else None
     if not isinstance(address, str):
         raise ValueError(f"report_address must be a ZMQ address, got {address!r}")
-    check_address(address)
-    return address
+    key_file = config.get("key_file")
+    check_address(address, has_key=key_file is not None)
+    try:
+        return address, None if key_file is None else GroupKey.read(key_file)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
 
 
-def check_address(address: str) -> None:
-    """Raises `ValueError` for an address where strangers could speak to us: frames carry no proof of who sent them."""
+def check_address(address: str, *, has_key: bool) -> None:
+    """Raises `ValueError` for an address where strangers could speak to us: without keys, nothing proves who sent a frame."""
     url = urlsplit(address)
     if url.scheme == "ipc":
         return
     if url.scheme != "tcp" or url.hostname is None:
         raise ValueError(f"report_address must be tcp://HOST:PORT or ipc://PATH, got {address!r}")
-    if not is_loopback(url.hostname):
+    if not has_key and not is_loopback(url.hostname):
         raise ValueError(f"report_address {address!r} is not a loopback address: that needs CURVE keys, and none are given")
 
 
-def bind(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+def bind(context: zmq.Context[zmq.Socket[bytes]], address: str, key: GroupKey | None = None) -> zmq.Socket[bytes]:
     router = context.socket(zmq.ROUTER)
+    if key is not None:
+        key.secure_server(router)
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.MAXMSGSIZE, _MAX_REPORT_BYTES)
     router.setsockopt(zmq.SNDHWM, _MAX_QUEUED_SNAPSHOTS)
@@ -130,13 +139,15 @@ def main() -> int:
     # Ctrl-C goes to the whole process group; the parent drains first and then closes our stdin.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        address = read_address(sys.stdin.readline())
+        address, key = read_config(sys.stdin.readline())
     except ValueError as error:
         print(f"coordinator: bad configuration: {error}", file=sys.stderr)
         return 1
-    with zmq.Context() as context:
+    with zmq.Context() as context, contextlib.ExitStack() as stack:
+        if key is not None:
+            stack.callback(key.authenticator(context).stop)
         try:
-            router = bind(context, address)
+            router = bind(context, address, key)
         except zmq.ZMQError as error:
             print(f"coordinator: cannot bind: {error}", file=sys.stderr)
             return 1

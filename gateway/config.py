@@ -54,6 +54,11 @@ class ParallelConfig:
     )
     data_parallel_address: str = opt("127.0.0.1", "address of the group's coordinator, started beside rank 0")
     data_parallel_rpc_port: int = opt(29550, "port of the group's coordinator", min=1, max=65535)
+    data_parallel_key_file: str | None = opt(
+        None,
+        "file with a secret that all endpoints of a group share, for a coordinator that is not on a loopback address; also"
+        " GATEWAY_DP_KEY_FILE",
+    )
     data_parallel_external_lb: bool = opt(False, "a load balancer stands in front: one endpoint per rank")
     data_parallel_multi_port_external_lb: bool = opt(False, "supervise one external-LB endpoint per rank, on ports port + i")
     data_parallel_hybrid_lb: bool = opt(False, "one endpoint per node, which balances over its own ranks")
@@ -101,6 +106,11 @@ class ParallelConfig:
     def has_others(self) -> bool:
         """The group has ranks behind other endpoints."""
         return len(self.ranks) < self.data_parallel_size
+
+    @property
+    def is_part_of_group(self) -> bool:
+        """What this command starts speaks to a coordinator, or is it."""
+        return self.has_others or self.data_parallel_multi_port_external_lb
 
     @property
     def ranks_of_node(self) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 import zmq
 
 from cores.codec import MAX_FRAME_BYTES
+from cores.curve import GroupKey
 
 MAX_FRAMES_PER_TURN = 64  # then the loop gets a turn: a flood must not starve HTTP
 LOSSY_HIGH_WATER_MARK = 4
@@ -29,6 +30,7 @@ class LoopSocket:
 
     A lossy one keeps nothing for a peer that is not there or does not read: `send` raises `zmq.Again`. A ROUTER with
     `hands_over` gives a name to whoever claims it last: a process that starts again has the name of its dead predecessor.
+    With a `key` it connects only to who has the same.
     """
 
     def __init__(
@@ -40,8 +42,11 @@ class LoopSocket:
         is_lossy: bool = False,
         hands_over: bool = False,
         linger_ms: int = 0,
+        key: GroupKey | None = None,
     ) -> None:
         self._socket = context.socket(kind)
+        if key is not None:
+            key.secure_client(self._socket)
         self._on_message = on_message
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled: asyncio.Handle | None = None

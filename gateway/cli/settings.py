@@ -18,6 +18,7 @@ from gateway.config import GatewayConfig
 
 ENVIRONMENT = {
     "GATEWAY_API_KEY": "api-key",
+    "GATEWAY_DP_KEY_FILE": "data-parallel-key-file",
     "GATEWAY_OUTPUT_PROC_CHUNK_SIZE": "output-chunk-size",
     "GATEWAY_KEEP_ALIVE_ON_ENGINE_DEATH": "keep-alive-on-engine-death",
     "GATEWAY_ENGINE_READY_TIMEOUT_S": "engine-ready-timeout",

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import zmq
 
 from cores.codec import CodecError, decode, encode
+from cores.curve import GroupKey
 from cores.messages import GroupLoads, MemberLeft, MemberReport, RankId, RankLoad
 from gateway.loop_socket import LoopSocket
 
@@ -27,9 +28,14 @@ RankRows = tuple[tuple[RankId, str, RankLoad], ...]
 class CoordinatorLink:
     """One member of the group, from `start` to `close`. `on_group_loads` gets every snapshot."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], on_group_loads: Callable[[GroupLoads], None]) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        on_group_loads: Callable[[GroupLoads], None],
+        key: GroupKey | None = None,
+    ) -> None:
         self._member = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._socket = LoopSocket(context, zmq.DEALER, self._on_message, is_lossy=True, linger_ms=GOODBYE_LINGER_MS)
+        self._socket = LoopSocket(context, zmq.DEALER, self._on_message, is_lossy=True, linger_ms=GOODBYE_LINGER_MS, key=key)
         self._on_group_loads = on_group_loads
 
     def start(self, address: str) -> None:

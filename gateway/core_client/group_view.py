@@ -12,6 +12,7 @@ from typing import Any
 
 import zmq
 
+from cores.curve import GroupKey
 from cores.messages import LOAD_REPORT_INTERVAL_S, GroupLoads
 from gateway.config import ParallelConfig
 from gateway.core_client.coordinator_link import CoordinatorLink, RankRows
@@ -31,7 +32,8 @@ class GroupView:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._address = f"tcp://{config.data_parallel_address}:{config.data_parallel_rpc_port}"
-        self._link = CoordinatorLink(context, self._on_group_loads)
+        key_file = config.data_parallel_key_file
+        self._link = CoordinatorLink(context, self._on_group_loads, None if key_file is None else GroupKey.read(key_file))
         self._url = url
         self._own_ranks = own_ranks
         self._clock = clock

@@ -24,6 +24,7 @@ def next_backoff(backoff_s: float, lived_s: float) -> float:
 
 class CoordinatorProcess:
     def __init__(self, config: ParallelConfig) -> None:
+        self._key_file = config.data_parallel_key_file
         self._report_address = f"tcp://{config.data_parallel_address}:{config.data_parallel_rpc_port}"
         self._child: ChildProcess | None = None
         self._task: asyncio.Task[None] | None = None
@@ -45,7 +46,7 @@ class CoordinatorProcess:
         """One life. Returns why it ended."""
         try:
             self._child = await ChildProcess.start(
-                "coordinator", "balancer.coordinator", {"report_address": self._report_address}
+                "coordinator", "balancer.coordinator", {"report_address": self._report_address, "key_file": self._key_file}
             )
         except OSError as error:  # no memory, no process or no file left: there may be, later
             return f"it could not be started: {error}"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from cores.config import is_loopback
 from cores.launch.child_process import parent_died
 from cores.log import set_up_logging
 from gateway.config import ConfigError, GatewayConfig
@@ -58,6 +59,15 @@ def check_machine(config: GatewayConfig) -> None:
     parallel = config.parallel
     if parallel.data_parallel_backend == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError("--data-parallel-backend ray needs the package ray, which is not installed; or use mp")
+    if parallel.data_parallel_key_file is not None:
+        from cores.curve import GroupKey  # pyzmq's authenticator, which most endpoints do not need
+
+        GroupKey.read(parallel.data_parallel_key_file)
+    elif parallel.is_part_of_group and not is_loopback(parallel.data_parallel_address):
+        raise ConfigError(
+            f"--data-parallel-address {parallel.data_parallel_address} is not a loopback address: endpoints then need a shared"
+            " secret, --data-parallel-key-file"
+        )
     if config.observability.otlp_traces_endpoint is not None:
         from gateway.stat_loggers import make_tracer  # front ends need what it imports, a launcher does not
 

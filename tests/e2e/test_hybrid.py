@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import requests
@@ -22,11 +23,14 @@ def complete(url: str, **headers: str) -> requests.Response:
 
 
 def test_two_nodes_of_one_group_each_balance_over_their_own_ranks(
-    serve: Serve, simulated: list[str], port_range: Callable[[int], int], poll: Poll
+    serve: Serve, simulated: list[str], port_range: Callable[[int], int], poll: Poll, tmp_path: Path
 ) -> None:
+    key_file = tmp_path / "group.key"
+    key_file.write_text("0123456789abcdef" * 2)
+    key_file.chmod(0o600)
     group = [
         *simulated, "-dp", "4", "--data-parallel-hybrid-lb", "--data-parallel-size-local", "2",
-        "--data-parallel-rpc-port", str(port_range(1)),
+        "--data-parallel-rpc-port", str(port_range(1)), "--data-parallel-key-file", str(key_file),
     ]  # fmt: skip
     nodes = [serve(*group), serve(*group, "--data-parallel-start-rank", "2")]
     assert all("mode=DPLBAsyncMPClient  ranks=2" in node.ready_lines[0] for node in nodes)

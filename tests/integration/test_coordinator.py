@@ -8,12 +8,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import zmq
 
-from balancer.coordinator import MAX_BURST, DPCoordinator, bind, read_address
+from balancer.coordinator import MAX_BURST, DPCoordinator, bind, read_config
 from cores.codec import decode, encode
+from cores.curve import GroupKey
 from cores.messages import GroupLoads, MemberLeft, MemberReport, RankId, RankLoad, Shutdown
 from cores.testing import ManualClock
 
@@ -175,13 +177,48 @@ def test_port_in_use_is_one_clear_line_and_exit_code_1() -> None:
 )
 def test_bad_configuration_is_named(line: str, error: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        read_address(line)
+        read_config(line)
     assert error in str(caught.value)
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:29550", "tcp://localhost:1", "tcp://[::1]:29550", "ipc:///run/x"])
 def test_private_addresses_are_accepted(address: str) -> None:
-    assert read_address(json.dumps({"report_address": address})) == address
+    assert read_config(json.dumps({"report_address": address})) == (address, None)
+
+
+def test_only_holders_of_the_key_are_heard_and_served(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
+    keys = []
+    for name in ("group", "stranger"):
+        path = tmp_path / name
+        path.write_text(name * 10)
+        path.chmod(0o600)
+        keys.append((str(path), GroupKey.read(str(path))))
+    (key_file, group_key), (_, strangers_key) = keys
+    with start_process(json.dumps({"report_address": "tcp://127.0.0.1:0", "key_file": key_file})) as process:
+        assert process.stdout is not None
+        address = json.loads(process.stdout.readline())["bound"]
+        dealers = [context.socket(zmq.DEALER) for _ in range(3)]
+        members = ["keyless", "stranger", "member"]
+        for dealer, key in zip(dealers, (None, strangers_key, group_key), strict=True):
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.setsockopt(zmq.RCVTIMEO, DEADLINE_MS)
+            if key is not None:
+                key.secure_client(dealer)
+            dealer.connect(address)
+        for dealer, member in zip(dealers, members, strict=True):
+            dealer.send(encode(make_report(member, members.index(member))))
+        try:
+            while True:
+                loads = decode(dealers[2].recv())
+                assert isinstance(loads, GroupLoads)
+                assert [row[3] for row in loads.ranks] == ["http://member"]
+                if loads.seq >= 3:
+                    break
+            assert not any(dealer.poll(0) for dealer in dealers[:2])
+        finally:
+            process.kill()
+            for dealer in dealers:
+                dealer.close()
 
 
 def test_bad_configuration_ends_the_process_with_one_line() -> None:

@@ -189,6 +189,22 @@ def test_missing_config_file_is_named() -> None:
             "gateway serve: --data-parallel-start-rank plus --data-parallel-size-local must be at most"
             " --data-parallel-size (2), got 2 and 1",
         ),
+        (
+            (
+                "serve",
+                "m",
+                "-dp",
+                "2",
+                "--data-parallel-hybrid-lb",
+                "--data-parallel-size-local",
+                "1",
+                "--data-parallel-address",
+                "10.0.0.7",
+                "--data-parallel-backend",
+                "mp",
+            ),
+            "gateway serve: --data-parallel-address 10.0.0.7 is not a loopback address: endpoints then need a shared secret,",
+        ),
         (("serve", "m", "--lora-modules", "a=b"), "gateway serve: --lora-modules needs --enable-lora"),
         (("serve", "m", "--enable-lora", "--lora-modules", "a"), "gateway serve: --lora-modules takes NAME=PATH, got 'a'"),
         (
