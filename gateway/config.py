@@ -12,7 +12,7 @@ __all__ = [
     "ObservabilityConfig", "ParallelConfig", "ServerConfig",
 ]  # fmt: skip
 
-DEFAULT_POLICY = "least_tokens"
+DEFAULT_POLICY = "prefix_affinity"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

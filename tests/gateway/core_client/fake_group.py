@@ -26,7 +26,7 @@ from cores.messages import (
     front_end_identity,
 )
 from cores.testing import ManualClock, make_request
-from gateway.config import GatewayConfig, ParallelConfig
+from gateway.config import BalancerConfig, GatewayConfig, ParallelConfig
 from gateway.core_client import AsyncMPClient, core_client_class
 from gateway.core_client.base import FrontEndPlace, RanksChanged, Received, SentRequest
 from gateway.launch.control import ControlSocket
@@ -81,6 +81,8 @@ class FakeGroup:
         self._control.start()
         self._context = zmq.asyncio.Context()
         parallel = ParallelConfig(data_parallel_size=num_ranks)
+        # A policy that watches no caches, unless asked for: the commands that an engine gets are then those of the test alone.
+        parts.setdefault("balancer", BalancerConfig(load_balancing_policy="least_tokens"))
         self.config = GatewayConfig(engine=EngineConfig(model="m"), parallel=parallel, **parts)
         place = FrontEndPlace(run_directory=str(directory), control_address=self._control.address)
         self.client: AsyncMPClient = core_client_class(self.config)(self.config, place, self.clock)

@@ -31,7 +31,7 @@ async def group(request: pytest.FixtureRequest) -> AsyncIterator[FakeGroup]:
 
 
 prefix_affinity = pytest.mark.parametrize("group", [BalancerConfig(load_balancing_policy="prefix_affinity")], indirect=True)
-late = pytest.mark.parametrize("group", [BalancerConfig(dispatch="late")], indirect=True)
+late = pytest.mark.parametrize("group", [BalancerConfig(load_balancing_policy="least_tokens", dispatch="late")], indirect=True)
 
 
 def index_of(group: FakeGroup) -> PrefixIndex:
