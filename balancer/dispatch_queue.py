@@ -134,8 +134,9 @@ class DispatchQueue:
             return None
 
     def _book(self, queued: _Queued, choice: Choice) -> None:
-        num_tokens = queued.request.num_prompt_tokens - choice.num_cached_tokens
-        self._ledger.book(queued.handle, choice.rank_id, num_tokens, queued.request.block_keys)
+        request, num_cached_tokens = queued.request, choice.num_cached_tokens
+        num_tokens = request.num_prompt_tokens - num_cached_tokens
+        self._ledger.book(queued.handle, choice.rank_id, num_tokens, request.keys_after(num_cached_tokens))
 
     def _any_has_room(self, rank_ids: Collection[RankId], now: float) -> bool:
         return any(self._has_room(rank_id, now) for rank_id in rank_ids)

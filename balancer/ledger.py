@@ -141,18 +141,19 @@ class _Account:
         return view
 
     def _make_view(self, now: float) -> RankView:
-        load = self.load
+        load, num_ghosts_running, num_unreported_tokens = self.load, self.num_ghosts_running, self.num_unreported_tokens
         # A ghost without a first token was waiting or had its prompt computed: where no one waits it was running.
         num_waiting = load.num_waiting - self.num_ghosts_waiting
-        num_running = load.num_running - self.num_ghosts_running + min(0, num_waiting)
-        return RankView(  # by position, which takes a third of the time: this runs more than once per decision
+        num_running = load.num_running - num_ghosts_running + (num_waiting if num_waiting < 0 else 0)
+        num_decodes = load.num_decodes - num_ghosts_running
+        return RankView(  # by position, and without `max`: this runs two or three times per decision
             self.rank_id,
-            max(0, num_waiting) + self.num_unreported,
-            max(0, num_running),
-            max(0, load.num_prefill_tokens) + self.num_unreported_tokens,
-            self.num_unreported_tokens,
-            max(0, load.num_decodes - self.num_ghosts_running),
-            load.kv_cache_usage,
+            (num_waiting if num_waiting > 0 else 0) + self.num_unreported,
+            num_running if num_running > 0 else 0,
+            (load.num_prefill_tokens if load.num_prefill_tokens > 0 else 0) + num_unreported_tokens,
+            num_unreported_tokens,
+            num_decodes if num_decodes > 0 else 0,
+            load.num_kv_blocks_used / load.num_kv_blocks if load.num_kv_blocks else 0.0,
             load.step_ms,
             load.prefill_tokens_per_s,
             load.decode_tokens_per_s,
@@ -217,7 +218,7 @@ class LoadLedger:
         return list(account.live)
 
     def book(self, handle: int, rank_id: RankId, num_prompt_tokens: int, block_keys: Sequence[BlockKey] = ()) -> None:
-        """`num_prompt_tokens` are those that it will have to compute, `block_keys` the landmarks of all."""
+        """`num_prompt_tokens` are those that it will have to compute, `block_keys` the landmarks among these."""
         if handle in self._account_of:
             raise ValueError(f"request {handle} is booked already, on {self._account_of[handle].rank_id}")
         account = self._account(rank_id)

@@ -24,6 +24,10 @@ class RoutingRequest:
     # written anew each time: a copy of the request would cost as much as the choice.
     cached_tokens: dict[RankId, int] = field(default_factory=dict, compare=False)
 
+    def keys_after(self, num_cached_tokens: int) -> Sequence[BlockKey]:
+        """What a rank will add to its cache for it, that has so many of its tokens there."""
+        return self.block_keys[num_cached_tokens // self.tokens_per_key :] if num_cached_tokens else self.block_keys
+
 
 @dataclass(slots=True)
 class RankView:

@@ -16,8 +16,8 @@ One dictionary holds for every key the set of ranks that have the block, as the 
 prompt on every rank is then found in one walk along its keys: the ranks still in the running are one number, and those that
 drop out at a key had what was before it. A walk ends where no rank is left, for most prompts at once.
 
-Of a block that is there already, or expected by an earlier request, nothing is booked. If that earlier one is aborted, the
-block looks missing until the rank has computed it for the later one: a few steps at worst, and only a guess is off.
+Of a block that is there already, or expected by an earlier request, nothing is booked. If that earlier one is aborted, or the
+block is evicted, it looks missing until the rank has computed it for the later one: a few steps at worst, and a guess is off.
 
 Memory is bounded by what there is: stored blocks by the ranks' caches (a rank that claims more is not believed), expected ones
 by the prompts of the requests in flight.
@@ -38,7 +38,6 @@ class _RankBlocks:
     bit: int  # a power of two, its own while it is here
     max_blocks: int | None
     stored: set[BlockKey] = field(default_factory=set)
-    expected: dict[BlockKey, int] = field(default_factory=dict)  # and the request that is to store it
     next_seq: int | None = None  # of its events; None: waits for a snapshot
 
 
@@ -78,8 +77,10 @@ class PrefixIndex:
         if rank is None:
             return
         self._clear(rank, rank.stored)
-        self._clear(rank, rank.expected)
-        self._booked = {handle: booked for handle, booked in self._booked.items() if booked[0] is not rank}
+        for handle, (booked_rank, keys) in list(self._booked.items()):
+            if booked_rank is rank:
+                self._clear(rank, keys)
+                del self._booked[handle]
         del self._by_bit[rank.bit]
         self._all_bits &= ~rank.bit
 
@@ -121,21 +122,15 @@ class PrefixIndex:
             for key in new:
                 holders[key] = holders.get(key, 0) | bit
         if new:
-            rank.expected.update(dict.fromkeys(new, handle))
             self._booked[handle] = (rank, new)
 
     def release(self, handle: int) -> None:
         """It has ended, one way or another; what the rank has stored of it stays. Unknown handles are no-ops."""
         booked = self._booked.pop(handle, None)
-        if booked is None:
-            return
-        rank, keys = booked
-        if rank.expected.keys().isdisjoint(keys):  # all is stored
-            return
-        mine = [key for key in keys if rank.expected.get(key) == handle]
-        self._clear(rank, mine)
-        for key in mine:
-            del rank.expected[key]
+        if booked is not None:
+            rank, keys = booked
+            if not rank.stored.issuperset(keys):
+                self._clear(rank, [key for key in keys if key not in rank.stored])
 
     # --- what ranks say -----------------------------------------------------------------------------------------------
 
@@ -160,15 +155,14 @@ class PrefixIndex:
         return True
 
     def _store(self, rank: _RankBlocks, keys: Iterable[BlockKey]) -> None:
-        holders, bit, expected = self._holders, rank.bit, rank.expected
+        holders, bit = self._holders, rank.bit
         rank.stored.update(keys)
         for key in keys:
-            expected.pop(key, None)
             holders[key] = holders.get(key, 0) | bit
 
     def _evict(self, rank: _RankBlocks, keys: Iterable[BlockKey]) -> None:
-        gone = [key for key in keys if key in rank.stored]
-        rank.stored.difference_update(gone)
+        gone = rank.stored.intersection(keys)
+        rank.stored -= gone
         self._clear(rank, gone)
 
     def _forget_stored(self, rank: _RankBlocks) -> None:
@@ -182,24 +176,24 @@ class PrefixIndex:
     def _clear(self, rank: _RankBlocks, keys: Iterable[BlockKey]) -> None:
         holders, others = self._holders, ~rank.bit
         for key in keys:
-            bits = holders[key] & others
+            bits = holders.get(key, 0) & others
             if bits:
                 holders[key] = bits
             else:
-                del holders[key]
+                holders.pop(key, None)
 
     def check_invariants(self) -> None:
-        holders: dict[BlockKey, int] = {}
+        stored: dict[BlockKey, int] = {}
         for rank in self._ranks.values():
-            assert not rank.stored & rank.expected.keys()
             assert rank.max_blocks is None or len(rank.stored) <= rank.max_blocks
-            for key in (*rank.stored, *rank.expected):
-                holders[key] = holders.get(key, 0) | rank.bit
-            for key, handle in rank.expected.items():
-                booked_rank, keys = self._booked[handle]
-                assert booked_rank is rank
-                assert key in keys
-        assert holders == self._holders
+            for key in rank.stored:
+                stored[key] = stored.get(key, 0) | rank.bit
+        known = dict(stored)
+        for rank, keys in self._booked.values():
+            assert self._ranks[rank.rank_id] is rank
+            for key in keys:
+                known[key] = known.get(key, 0) | rank.bit
+        assert all(bits & self._holders[key] == bits for key, bits in stored.items())  # all that is stored
+        assert all(bits & known[key] == bits for key, bits in self._holders.items())  # nothing that nobody will store
         assert self._by_bit == {rank.bit: rank for rank in self._ranks.values()}
         assert self._all_bits == sum(self._by_bit)
-        assert all(self._ranks[rank.rank_id] is rank for rank, _ in self._booked.values())

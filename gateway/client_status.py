@@ -16,7 +16,7 @@ def snapshot_of(llm: AsyncLLM, now: float, *, uptime_s: float, is_draining: bool
     client, balancer = llm.core_client, llm.config.balancer
     ranks = tuple(client.rank_statuses(now))
     ages = [rank.signal_age_ms for rank in ranks if rank.signal_age_ms is not None]
-    policy = balancer.load_balancing_policy if len(ranks) > 1 else "none"
+    policy, index = balancer.load_balancing_policy if len(ranks) > 1 else "none", client.ledger.prefix_index
     return StatusSnapshot(
         version=__version__,
         mode=type(client).__name__,
@@ -26,7 +26,12 @@ def snapshot_of(llm: AsyncLLM, now: float, *, uptime_s: float, is_draining: bool
         front_ends=(_front_end(llm),),
         ranks=ranks,
         totals=_totals(llm),
-        balancer=BalancerStatus(policy=policy, dispatch=balancer.dispatch, signal_age_ms=max(ages, default=None)),
+        balancer=BalancerStatus(
+            policy=policy,
+            dispatch=balancer.dispatch,
+            signal_age_ms=max(ages, default=None),
+            prefix_landmarks=0 if index is None else index.num_blocks,
+        ),
         events=client.events.events(now),
         group=client.group_status(now),
         max_loras=llm.config.engine.max_loras if llm.loras.is_enabled else 0,

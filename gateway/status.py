@@ -33,6 +33,9 @@ class RankStatus:
     prompt_tokens_per_s: float = 0.0
     generation_tokens_per_s: float = 0.0
     step_ms: float = 0.0
+    # Its speed as measured by its steps, which the balancer goes by; 0 until there is something to tell.
+    prefill_speed_tokens_per_s: float = 0.0
+    decode_speed_tokens_per_s: float = 0.0
     last_seen_s: float | None = None  # since any message of the rank
     signal_age_ms: float | None = None  # since its last load report
     ledger_tokens: int = 0  # what this front end has booked on it
@@ -79,6 +82,7 @@ class BalancerStatus:
     policy: str
     dispatch: str
     signal_age_ms: float | None = None  # of the oldest load report in use
+    prefix_landmarks: int = 0  # of cached prefixes that are known here, over all ranks; one stands for some 64 tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,8 @@ class Bench:
         ledger, handle = self._ledger, self._handle
         choice = self._balancer.choose(request, self._ranks, handle * 1e-3)
         rank_id = choice.rank_id
-        ledger.book(handle, rank_id, request.num_prompt_tokens - choice.num_cached_tokens, request.block_keys)
+        num_new_tokens = request.num_prompt_tokens - choice.num_cached_tokens
+        ledger.book(handle, rank_id, num_new_tokens, request.keys_after(choice.num_cached_tokens))
         self._command_seqs[rank_id] += 1
         ledger.on_sent(handle, self._command_seqs[rank_id])
         self._in_flight.append((handle, rank_id, request.block_keys[NUM_KEYS // 2 :]))

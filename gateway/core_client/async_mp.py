@@ -166,7 +166,8 @@ class AsyncMPClient(EngineCoreClient):
         routing = sent.routing
         choice = self._choose(routing, self._clock())
         num_new_tokens = routing.num_prompt_tokens - choice.num_cached_tokens
-        self.ledger.book(sent.request.handle, choice.rank_id, num_new_tokens, routing.block_keys)
+        new_keys = routing.keys_after(choice.num_cached_tokens)
+        self.ledger.book(sent.request.handle, choice.rank_id, num_new_tokens, new_keys)
         self._send_booked(sent, choice.rank_id)
         return choice.rank_id
 

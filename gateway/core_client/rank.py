@@ -101,6 +101,8 @@ class Rank:
             prompt_tokens_per_s=round(self.prompt_rate.per_s, 1),
             generation_tokens_per_s=round(self.generation_rate.per_s, 1),
             step_ms=round(load.step_ms, 3),
+            prefill_speed_tokens_per_s=round(load.prefill_tokens_per_s, 1),
+            decode_speed_tokens_per_s=round(load.decode_tokens_per_s, 1),
             last_seen_s=None if life.ready is None else round(life.health.last_seen_s(now), 3),
             signal_age_ms=None if life.load_at_s is None or not alive else round(1000 * (now - life.load_at_s), 1),
             ledger_tokens=ledger_tokens,

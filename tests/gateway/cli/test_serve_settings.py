@@ -212,6 +212,12 @@ def test_missing_config_file_is_named() -> None:
             "gateway serve: --lora-modules: 'a' is a name of the model itself (--served-model-name)",
         ),
         (("serve", "m", "--load-balancing-policy", "x"), "gateway serve: --load-balancing-policy must be one of"),
+        (
+            ("serve", "m", "-dp", "2", "--dispatch-order", "shortest"),
+            "gateway serve: --dispatch-order shortest needs --dispatch late",
+        ),
+        (("serve", "m", "--dispatch", "late"), "gateway serve: --dispatch late needs several ranks behind this endpoint"),
+        (("serve", "m", "--dispatch", "x"), "gateway serve: --dispatch must be one of early, late, got 'x'"),
         (("serve", "m", "--engine", "x"), "gateway serve: --engine must be one of torch, simulated, got 'x'"),
         (("serve", "m", "--simulated", "x"), "gateway serve: --simulated takes KEY=VALUE"),
         (("serve", "/no/such/model"), "gateway serve: MODEL must be a directory with a config.json"),
