@@ -161,13 +161,11 @@ class DispatchQueue:
 def has_room(view: RankView, num_front_ends: int = 1) -> bool:
     """Whether a rank should get one more from one of so many front ends. An idle one always should."""
     num_spare = view.max_num_seqs // 16  # a place that gets free is taken by the next step, not by the one after the report
-    if view.num_requests >= view.max_num_seqs + num_spare:
+    places = view.max_num_seqs + num_spare - (view.num_requests - view.num_unreported)
+    tokens = DEPTH_STEPS * view.max_num_batched_tokens - (view.num_prefill_tokens - view.num_unreported_tokens)
+    if view.kv_cache_usage > KV_FULL and view.num_waiting > view.num_unreported:
         return False
-    if view.kv_cache_usage > KV_FULL and view.num_waiting:
-        return False
-    reported = view.num_prefill_tokens - view.num_unreported_tokens
-    room = DEPTH_STEPS * view.max_num_batched_tokens - reported
-    return view.num_unreported_tokens * num_front_ends < room
+    return view.num_unreported * num_front_ends < places and view.num_unreported_tokens * num_front_ends < tokens
 
 
 def _place(queued: _Queued) -> tuple[float, int]:

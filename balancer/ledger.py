@@ -151,6 +151,7 @@ class _Account:
             (num_waiting if num_waiting > 0 else 0) + self.num_unreported,
             num_running if num_running > 0 else 0,
             (load.num_prefill_tokens if load.num_prefill_tokens > 0 else 0) + num_unreported_tokens,
+            self.num_unreported,
             num_unreported_tokens,
             num_decodes if num_decodes > 0 else 0,
             load.num_kv_blocks_used / load.num_kv_blocks if load.num_kv_blocks else 0.0,

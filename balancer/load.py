@@ -40,7 +40,9 @@ class RankView:
     num_waiting: int
     num_running: int
     num_prefill_tokens: int  # prompt tokens still to be computed
-    num_unreported_tokens: int  # those of them that no report contains: of our own last requests
+    # What of this no report contains: our own last requests, and their prompt tokens.
+    num_unreported: int
+    num_unreported_tokens: int
     num_decodes: int
     kv_cache_usage: float  # 0 to 1, as reported
     step_ms: float  # 0.0 until measured

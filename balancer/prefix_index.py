@@ -114,13 +114,17 @@ class PrefixIndex:
         rank = self._ranks.get(rank_id)
         if rank is None or not keys:
             return
-        holders, bit, new = self._holders, rank.bit, keys
+        holders, bit = self._holders, rank.bit
+        new: Sequence[BlockKey] = keys
         if holders.keys().isdisjoint(keys):  # nobody has any of it, as of most new prompts: no look at each key
             holders.update(dict.fromkeys(keys, bit))
         else:
-            new = [key for key in keys if not holders.get(key, 0) & bit]
-            for key in new:
-                holders[key] = holders.get(key, 0) | bit
+            new = []
+            for key in keys:
+                bits = holders.get(key, 0)
+                if not bits & bit:
+                    holders[key] = bits | bit
+                    new.append(key)
         if new:
             self._booked[handle] = (rank, new)
 

@@ -13,6 +13,7 @@ def make_view(rank: int = 0, *, epoch: int = 1, **fields: Any) -> RankView:
         "num_waiting": 0,
         "num_running": 0,
         "num_prefill_tokens": 0,
+        "num_unreported": 0,
         "num_unreported_tokens": 0,
         "num_decodes": 0,
         "kv_cache_usage": 0.0,

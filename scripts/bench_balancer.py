@@ -100,7 +100,7 @@ class Bench:
 
     def _report(self, rank_id: RankId) -> None:
         held = len(self._ledger.handles_on(rank_id))
-        load = RankLoad(num_running=held, num_decodes=held, num_prefill_tokens=self._rng.randrange(4000), num_kv_blocks=1000)
+        load = RankLoad(num_running=held, num_decodes=held, num_prefill_tokens=self._rng.randrange(1000), num_kv_blocks=1000)
         self._ledger.on_report(rank_id, self._handle, self._command_seqs[rank_id], load, self._handle * 1e-3)
 
     def _say_what_was_stored(self, index: PrefixIndex, ending: Sequence[tuple[int, RankId, Sequence[int]]]) -> None:

@@ -255,8 +255,8 @@ def test_each_of_four_front_ends_takes_a_quarter_of_the_room() -> None:
     for _ in range(4):
         group = Group(1, num_front_ends=4)
         for handle in range(1, 101):
-            group.queue.add(handle, make_request(10), now=0.0)
-        sizes.append(10 * len(group.run_pass()))
+            group.queue.add(handle, make_request(50), now=0.0)
+        sizes.append(50 * len(group.run_pass()))
     assert sum(sizes) == FULL
 
 
@@ -264,6 +264,11 @@ def test_what_others_have_sent_counts_once_it_is_reported() -> None:
     assert has_room(make_view(num_prefill_tokens=16_000), num_front_ends=1)
     assert not has_room(make_view(num_prefill_tokens=16_384), num_front_ends=1)
     assert not has_room(make_view(num_prefill_tokens=16_000 + 100, num_unreported_tokens=100), num_front_ends=4)
+
+
+def test_places_are_shared_among_front_ends_like_tokens() -> None:
+    assert has_room(make_view(num_running=8, num_waiting=3, num_unreported=3, max_num_seqs=24), num_front_ends=4)
+    assert not has_room(make_view(num_running=8, num_waiting=5, num_unreported=5, max_num_seqs=24), num_front_ends=4)
 
 
 def test_rank_without_places_or_blocks_has_no_room() -> None:
