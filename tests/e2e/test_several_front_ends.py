@@ -9,6 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import aiohttp
+import pytest
+
+from tests.e2e.conftest import wait_for
 
 Serve = Callable[..., Any]
 Poll = Callable[..., Any]
@@ -131,3 +134,28 @@ async def test_the_admission_limit_is_one_for_all_front_ends(serve: Serve, simul
     statuses = [status for status, _ in answers]
     assert set(statuses) == {200, 503}
     assert statuses.count(200) == 6
+
+
+@pytest.mark.parametrize("num_front_ends", [1, 4])
+async def test_bursts_are_balanced_however_many_front_ends_choose(
+    serve: Serve, simulated: list[str], num_front_ends: int
+) -> None:
+    server = serve(*simulated, "-dp", "3", "--api-server-count", str(num_front_ends))
+    burst, before = 200, [0, 0, 0]
+    for _ in range(2):
+        answers = await asyncio.gather(*(ask(server.url, prompt=f"prompt {i}", max_tokens=20) for i in range(burst)))
+        assert [answer for status, answer in answers if status != 200] == []
+        counts = await asyncio.to_thread(requests_by_rank, server, sum(before) + burst)
+        shares = [now - then for now, then in zip(counts, before, strict=True)]
+        assert min(shares) >= burst // 4, shares
+        before = counts
+
+
+def requests_by_rank(server: Any, total: int) -> list[int]:
+    """Once they are all counted: what another front end has done is known a moment later."""
+
+    def counts() -> list[int] | None:
+        found = [rank["requests_total"] for rank in server.status()["ranks"]]
+        return found if sum(found) == total else None
+
+    return list(wait_for(counts, f"{total} requests are counted"))
