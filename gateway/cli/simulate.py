@@ -142,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
 
 def make_config(args: argparse.Namespace, trace: list[TraceRequest]) -> SimulationConfig:
     """Raises `ConfigError`."""
+    balancer = BalancerConfig(dispatch=args.dispatch, dispatch_order=args.dispatch_order)
     has_prefixes = any(request.hash_ids for request in trace)
     block_size = args.block_size or (TRACE_BLOCK_SIZE if has_prefixes else DEFAULT_BLOCK_SIZE)
     longest = max(request.num_prompt_tokens + request.num_output_tokens for request in trace)
@@ -164,8 +165,8 @@ def make_config(args: argparse.Namespace, trace: list[TraceRequest]) -> Simulati
         ),
         num_front_ends=args.front_ends,
         reporting=Reporting(delay_s=args.report_delay_ms / 1e3, load_interval_s=args.report_interval_ms / 1e3),
-        dispatch=args.dispatch,
-        dispatch_order=args.dispatch_order,
+        dispatch=balancer.dispatch,
+        dispatch_order=balancer.dispatch_order,
         deaths=tuple(args.kill),
         slowdowns=tuple(args.slow),
         rolling_restart=None if args.rolling_restart is None else RollingRestart(args.rolling_restart),

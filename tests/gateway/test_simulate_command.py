@@ -76,6 +76,7 @@ def test_the_same_seed_prints_the_same(trace: Path, capsys: pytest.CaptureFixtur
         (("--kill", "7@1"), "a fault of rank 7: the ranks are 0 to 1"),
         (("--num-kv-blocks", "2"), "do not hold a request of"),
         (("--simulated", "step=3"), "--simulated takes KEY=VALUE"),
+        (("--dispatch-order", "shortest"), "needs --dispatch late"),
     ],
 )
 def test_what_cannot_be_simulated_is_one_line(
