@@ -115,7 +115,11 @@ class EngineLoop:
     def run(self) -> None:
         """Returns when a shutdown is complete, all final outputs queued. Raises what makes the engine unusable."""
         while not self._is_over():
-            self._take_commands()
+            num_applied = self._take_commands()
+            if num_applied and self._core.has_work and len(self._core.command_seqs) > 1:
+                # A step with a long prompt takes hundreds of milliseconds. Told only after it, all other front ends would send
+                # to this rank, too: with four of them p99 queue delay was ten times that of one.
+                self._outbox.put(LoopTurn(self.status(), {}))
             self._turn()
         self._refuse_the_rest()
 
@@ -148,16 +152,20 @@ class EngineLoop:
         self._take_commands()
         self._turn()
 
-    def _take_commands(self) -> None:
-        """Everything that has arrived; sleeps for it when there is nothing else to do."""
+    def _take_commands(self) -> int:
+        """Everything that has arrived, and how much it was; sleeps for it when there is nothing else to do."""
+        num_applied = 0
         if not self._core.has_work and self._drain_deadline_s is None:
             self._apply(self._inbox.get())
+            num_applied = 1
         for _ in range(MAX_COMMANDS_PER_STEP):
             try:
                 message = self._inbox.get_nowait()
             except queue.Empty:
-                return
+                break
             self._apply(message)
+            num_applied += 1
+        return num_applied
 
     def _apply(self, message: Inbound) -> None:
         match message:

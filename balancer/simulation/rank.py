@@ -286,7 +286,8 @@ class SimulatedRank:
                 refused.append(record.key)
         self._inbox.clear()
         self._command_seqs = tuple(seqs)
-        if refused:
+        # With several front ends each hears of the others' requests before the step that computes them, and not only after.
+        if refused or len(self.outboxes) > 1:
             self._tell(now, finished=refused)
 
     def _step_s(self, batch: SchedulerOutput) -> float:

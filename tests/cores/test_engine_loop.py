@@ -145,7 +145,7 @@ def test_every_turn_tells_the_state_after_it() -> None:
     rig.add(1, max_tokens=2)
     rig.add(2, max_tokens=1, client=3)
     rig.inbox.put(Shutdown(30.0))
-    turns = [m for m in rig.run() if isinstance(m, LoopTurn)]
+    turns = [m for m in rig.run() if isinstance(m, LoopTurn)][1:]  # the first is of before the step
     assert [(t.status.step, t.status.has_work, t.status.load.num_running) for t in turns[:2]] == [
         (1, True, 1),
         (2, False, 0),
@@ -317,3 +317,28 @@ def test_restarted_front_end_watches_only_when_it_asks_again() -> None:
     rig.add(1, max_tokens=1, client=1)
     rig.inbox.put(Shutdown(10.0))
     assert len(cache_events(rig.run(), client=0)) == 1
+
+
+def test_a_new_request_is_told_to_the_other_front_ends_before_its_step_and_not_only_after() -> None:
+    rig = Rig()
+    turns_at_step: list[list[LoopTurn]] = []
+
+    def on_step(step: int) -> None:
+        turns_at_step.append([rig.outbox.get() for _ in range(rig.outbox.qsize())])  # type: ignore[misc]
+
+    rig.on_step = on_step
+    rig.add(1, max_tokens=2, client=0)
+    rig.add(2, max_tokens=2, client=1)
+    rig.inbox.put(Shutdown(30.0))
+    rig.run()
+    (before,) = turns_at_step[0]
+    assert (before.status.load.num_waiting, before.status.command_seqs, before.outputs) == (2, {0: 1, 1: 2}, {})
+    assert len(turns_at_step[1]) == 1  # nothing new came: only the first step's own turn
+
+
+def test_a_single_front_end_knows_what_it_has_sent_and_is_told_nothing_twice() -> None:
+    rig = Rig()
+    rig.on_step = lambda step: None
+    rig.add(1, max_tokens=3)
+    rig.inbox.put(Shutdown(30.0))
+    assert len([message for message in rig.run() if isinstance(message, LoopTurn)]) == 3 + 1  # and the last, of the shutdown
