@@ -36,7 +36,7 @@ def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
 
 def hash_blocks(token_ids: Sequence[int], block_size: int, parent: BlockHash = ROOT) -> list[BlockHash]:
     """Hashes of every full block of `token_ids`, in order."""
-    # `hash_block` over slices of one buffer: 0.6 µs a block, and a prompt has hundreds.
+    # `hash_block` over slices of one buffer: 0.7 µs a block instead of 1.1, and a prompt has hundreds.
     data, num_bytes, blake2b = array("I", token_ids).tobytes(), 4 * block_size, hashlib.blake2b
     hashes = []
     for start in range(0, len(data) - num_bytes + 1, num_bytes):
