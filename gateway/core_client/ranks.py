@@ -59,6 +59,9 @@ class Ranks:
         self._on_serving = on_serving
         self._ranks = {rank: Rank(self._new_life(m.RankId(rank, 0))) for rank in config.parallel.ranks}
         self._last_eligible: set[m.RankId] = set()
+        self._early: dict[
+            int, tuple[bytes, m.EngineReady]
+        ] = {}  # first words of ranks that are not known yet, the latest of each
         self._preparations: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -101,9 +104,14 @@ class Ranks:
 
     def on_engine_ready(self, identity: bytes, ready: m.EngineReady) -> bool:
         """The first word of a life. False when it is none: old, repeated, or of somebody else."""
+        if identity != ready.rank_id.identity:
+            return False  # nobody but a life itself may announce it: a newer one ends the one before
         rank = self._ranks.get(ready.rank_id.rank)
-        # Nobody but a life itself may announce it: a newer one ends the one before.
-        if rank is None or identity != ready.rank_id.identity or ready.rank_id.epoch < rank.life.rank_id.epoch:
+        if rank is None:
+            # Added by an operator a moment ago, and faster than the launcher's word of it. It will not say so again.
+            self._early[ready.rank_id.rank] = (identity, ready)
+            return True
+        if ready.rank_id.epoch < rank.life.rank_id.epoch:
             return False
         life = self._life_for(rank, ready.rank_id)
         if life.ready is not None or life.health.state == RankState.DEAD:
@@ -187,6 +195,8 @@ class Ranks:
             life = self._life_for(rank, m.RankId(record.rank, record.epoch))
             rank.restarts = record.restarts
             life.is_leaving = life.is_leaving or record.is_leaving
+            if record.state == "draining" and life.health.state is not RankState.DRAINING:
+                self.events.add("drain", record.rank, f"epoch {record.epoch} gets no new requests", now, record.epoch)
             if record.state == "dead":
                 self._read_all()  # what the rank still said comes before the news of its death
                 self.declare_dead(life.rank_id, record.cause or "unknown cause", tell_launcher=False)
@@ -202,6 +212,8 @@ class Ranks:
         for number in numbers - self._ranks.keys():
             self._ranks[number] = Rank(self._new_life(m.RankId(number, 0)))
             self.events.add("scale", number, "added", now)
+            if number in self._early:
+                self.on_engine_ready(*self._early.pop(number))
         for number in self._ranks.keys() - numbers:
             life = self._ranks[number].life
             life.is_leaving = True
@@ -230,7 +242,7 @@ class Ranks:
         is_by_order = rank.life.is_leaving
         end, num_held = "ended" if is_by_order else "died", len(self._ledger.handles_on(rank_id))
         text = f"{end} with {num_held} requests in flight: {headline}"
-        self.events.add("end" if is_by_order else "death", rank_id.rank, f"epoch {rank_id.epoch} {text}", now, rank_id.epoch)
+        self.events.add("drain" if is_by_order else "death", rank_id.rank, f"epoch {rank_id.epoch} {text}", now, rank_id.epoch)
         logger.log(logging.INFO if self._closed or is_by_order else logging.ERROR, "%s %s", rank_id, text)
         self._put(EngineDied(rank_id, headline, is_by_order))
         if tell_launcher:

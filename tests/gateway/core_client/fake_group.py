@@ -105,7 +105,11 @@ class FakeGroup:
         return engine
 
     def tell_state(self, *records: RankRecord) -> None:
-        assert self._control.send(front_end_identity(0), GroupState(records))
+        self.tell(GroupState(records))
+
+    def tell(self, message: Message) -> None:
+        """As the launcher."""
+        assert self._control.send(front_end_identity(0), message)
 
     def add_request(self, num_prompt_tokens: int = 10, pinned_rank: int | None = None) -> tuple[int, RankId | None]:
         """Its handle, and who got it; nobody, if it waits for a rank."""

@@ -1,0 +1,124 @@
+"""What a front end makes of an operator's orders: ranks that drain, end by order, come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from cores.messages import AddRequest, GroupOrder, GroupOrderDone, RankDied, RankId, RankIdle, RankRecord
+from gateway.core_client.base import EngineDied
+from gateway.errors import EngineDeadError, InvalidRequestError
+from tests.gateway.core_client.fake_group import FakeEngine, FakeGroup
+
+ZERO, ONE, TWO = RankId(0, 1), RankId(1, 1), RankId(2, 1)
+READY = (RankRecord(0, 1, "ready"), RankRecord(1, 1, "ready"))
+
+
+@pytest.fixture
+async def group() -> AsyncIterator[FakeGroup]:
+    with tempfile.TemporaryDirectory(prefix="gw-", dir="/tmp") as directory:  # a Unix socket's path must be short
+        group = FakeGroup(Path(directory))
+        await group.start()
+        yield group
+        group.client.ledger.check_invariants()
+        await group.close()
+
+
+def kinds(group: FakeGroup, rank: int) -> list[str]:
+    return [event.kind for event in group.client.events.events(0.0) if event.rank == rank]
+
+
+def idle_words(group: FakeGroup) -> list[RankIdle]:
+    return [message for message in group.said if isinstance(message, RankIdle)]
+
+
+async def test_a_draining_rank_gets_nothing_and_its_idleness_is_said_once_its_last_request_ends(group: FakeGroup) -> None:
+    handle, _ = group.add_request(pinned_rank=0)
+    group.tell_state(RankRecord(0, 1, "draining"), READY[1])
+    await group.until(lambda: group.state(0) == "draining")
+    assert [group.add_request()[1] for _ in range(4)] == [ONE] * 4
+    assert idle_words(group) == []
+    group.client.release([handle])
+    await group.until(lambda: idle_words(group))
+    group.tell_state(RankRecord(0, 1, "draining"), READY[1])
+    group.tell_state(*READY)
+    await group.until(lambda: group.state(0) == "ready")
+    assert idle_words(group) == [RankIdle(0, ZERO)]
+    assert kinds(group, 0) == ["ready", "drain"]
+
+
+async def test_an_end_by_order_is_no_death_and_blames_no_request(group: FakeGroup) -> None:
+    handle, _ = group.add_request(pinned_rank=0)
+    group.tell_state(RankRecord(0, 1, "draining", is_leaving=True), READY[1])
+    group.tell_state(RankRecord(0, 1, "dead", "restarted by an operator", restart_pending=True), READY[1])
+    died = await group.received()
+    assert died == EngineDied(ZERO, "restarted by an operator", is_by_order=True)
+    assert [sent.request.handle for sent in group.client.on_engine_died(died)] == [handle]
+    status = group.client.rank_statuses(group.clock())[0]
+    assert (status.state, status.deaths, status.death_cause) == ("dead", 0, None)
+    assert kinds(group, 0) == ["ready", "drain", "drain"]
+
+
+async def test_an_added_rank_takes_requests_and_a_removed_one_is_gone_with_what_it_held(group: FakeGroup) -> None:
+    group.tell_state(*READY, RankRecord(2, 1, "starting"))
+    await group.until(lambda: len(group.client.rank_statuses(0.0)) == 3)
+    await group.begin_life(TWO)
+    await group.until(lambda: group.state(2) == "ready")
+    handle, rank_id = group.add_request(pinned_rank=2)
+    assert rank_id == TWO
+    group.tell_state(*READY)
+    died = await group.received()
+    assert died == EngineDied(TWO, "removed by an operator", is_by_order=True)
+    assert [status.rank for status in group.client.rank_statuses(0.0)] == [0, 1]
+    group.client.abort_requests([handle])  # its rank is gone, and with it what was to be aborted
+    group.client.note_moved(died, 0, 0)
+    assert group.client.on_engine_died(died) == []
+    assert [message for message in group.said if isinstance(message, RankDied)] == []
+
+
+async def test_the_first_word_of_an_added_rank_is_kept_if_it_comes_before_the_launchers(group: FakeGroup) -> None:
+    engine: FakeEngine = await group.begin_life(TWO)
+    group.tell_state(*READY)  # of before it was added
+    assert group.add_request(pinned_rank=0)[1] == ZERO
+    assert isinstance(await group.engines[0].command(), AddRequest)
+    group.tell_state(*READY, RankRecord(2, 1, "starting"))
+    await group.until(lambda: len(group.client.rank_statuses(0.0)) == 3 and group.state(2) == "ready")
+    assert group.add_request(pinned_rank=2)[1] == engine.rank_id
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "status"),
+    [
+        (GroupOrderDone(1), None, None),
+        (GroupOrderDone(1, "rank 9 does not exist", "unknown rank"), InvalidRequestError, 404),
+        (GroupOrderDone(1, "rank 0 is being restarted", "conflict"), InvalidRequestError, 409),
+        (GroupOrderDone(1, "rank 0 ended and did not come back", "failed"), EngineDeadError, None),
+    ],
+)
+async def test_an_order_is_answered_by_the_launcher(
+    group: FakeGroup, answer: GroupOrderDone, error: type[Exception] | None, status: int | None
+) -> None:
+    ordering = asyncio.create_task(group.client.order("restart", rank=9, drain_timeout_s=1.5))
+    await group.until(lambda: GroupOrder(1, "restart", rank=9, drain_timeout_s=1.5) in group.said)
+    group.tell(GroupOrderDone(77))  # to an order whose caller has left
+    group.tell(answer)
+    if error is None:
+        await ordering
+        return
+    with pytest.raises(error, match=str(answer.error)) as caught:
+        await ordering
+    if status is not None:
+        assert isinstance(caught.value, InvalidRequestError)
+        assert caught.value.status == status
+
+
+async def test_an_order_under_way_ends_with_the_client(group: FakeGroup) -> None:
+    ordering = asyncio.create_task(group.client.order("drain", rank=0))
+    await group.until(lambda: any(isinstance(message, GroupOrder) for message in group.said))
+    await group.client.shutdown()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await ordering
