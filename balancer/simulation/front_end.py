@@ -13,7 +13,7 @@ from balancer.load_balancer import LoadBalancer
 from balancer.simulation.rank import NEVER, SimulatedRank, StepReport
 from balancer.simulation.request import SimulatedRequest
 from cores.block_hash import landmark_stride
-from cores.messages import RankId
+from cores.messages import HEARTBEAT_INTERVAL_S, RankId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,8 @@ class _Line:
     outbox: deque[StepReport]
     loads: deque[StepReport] = field(default_factory=deque)
     last_seq: int = 0
+    last_read: StepReport | None = None
+    heard_s: float = 0.0
 
 
 class SimulatedFrontEnd:
@@ -76,6 +78,8 @@ class SimulatedFrontEnd:
                 self._listen_to(line, now - delay_s)
             if line.loads and line.loads[0].end_s <= published_s:
                 self._read_load(line, published_s)
+            if line.last_read is not None and now - line.heard_s >= HEARTBEAT_INTERVAL_S and not line.rank.is_dead:
+                self._take(line, line.last_read, now)  # a rank without a step to tell of sends heartbeats
 
     def _listen_to(self, line: _Line, until_s: float) -> None:
         while line.outbox and line.outbox[0].end_s <= until_s:
@@ -94,7 +98,10 @@ class SimulatedFrontEnd:
         report = line.loads.popleft()
         while line.loads and line.loads[0].end_s <= until_s:
             report = line.loads.popleft()
-        heard_s = report.end_s + self._reporting.delay_s
+        self._take(line, report, report.end_s + self._reporting.delay_s)
+
+    def _take(self, line: _Line, report: StepReport, heard_s: float) -> None:
+        line.last_read, line.heard_s = report, heard_s
         self.ledger.on_report(line.rank.rank_id, report.step, report.command_seqs[self.index], report.load, heard_s)
 
     @property

@@ -167,3 +167,11 @@ def test_a_queue_without_ranks_keeps_its_requests_until_one_is_back() -> None:
     (request,) = simulate("least_tokens", config, [TraceRequest(2.0, 600, 3)]).requests
     assert request.first_token_s is not None
     assert request.first_token_s > 6.0
+
+
+def test_an_idle_rank_is_not_forgotten() -> None:
+    first = TraceRequest(0.0, 4000, 5, tuple(range(8)))
+    trace = [first, *(TraceRequest(20.0 * i, 4000, 5, first.hash_ids) for i in range(1, 8))]
+    requests = simulate("prefix_affinity", make_config(8), trace).requests
+    assert {request.rank for request in requests} == {requests[0].rank}
+    assert all(request.num_cached_tokens == 7 * 512 for request in requests[1:])
