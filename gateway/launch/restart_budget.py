@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 
 WINDOW_S = 600.0
+MAX_DELAY_S = 30.0
 
 
 class RestartBudget:
-    """At most `max_restarts` within ten minutes; the wait doubles with each one that these remember."""
+    """At most `max_restarts` within ten minutes; the wait doubles with each one that these remember, up to `MAX_DELAY_S`."""
 
     def __init__(self, max_restarts: int, first_delay_s: float) -> None:
         self._max_restarts = max_restarts
@@ -22,7 +23,8 @@ class RestartBudget:
         if len(self._recent_s) >= self._max_restarts:
             return None
         self._recent_s.append(now)
-        return float(self._first_delay_s * 2 ** (len(self._recent_s) - 1))
+        # Bounded in the exponent, too: whoever allows thousands of restarts must not meet a number that is none.
+        return min(MAX_DELAY_S, self._first_delay_s * 2.0 ** min(len(self._recent_s) - 1, 30))
 
     def check_invariants(self) -> None:
         assert len(self._recent_s) <= self._max_restarts

@@ -22,3 +22,11 @@ def test_a_restart_is_forgotten_after_ten_minutes_and_a_refusal_costs_nothing() 
 
 def test_a_budget_of_nothing() -> None:
     assert RestartBudget(0, first_delay_s=1.0).take(0.0) is None
+
+
+def test_a_rank_that_has_died_often_still_comes_back_soon() -> None:
+    budget = RestartBudget(max_restarts=100_000, first_delay_s=1.0)
+    delays = [budget.take(now=float(i)) for i in range(3000)]
+    assert delays[:6] == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
+    assert set(delays[5:]) == {30.0}
+    budget.check_invariants()
