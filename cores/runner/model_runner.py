@@ -25,6 +25,7 @@ from cores.runner.cpu_memory import keep_freed_memory
 from cores.runner.grammar import Grammars
 from cores.runner.input_batch import build_input_batch
 from cores.runner.interface import ModelInfo, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from cores.runner.lean_decoder import LeanDecoder
 from cores.runner.lora import LoraModel
 from cores.runner.memory_profile import largest_batch, num_blocks_of, peak_bytes
 from cores.runner.padded_attention import make_padded_attention
@@ -52,6 +53,7 @@ class _Parts:
     cache: PagedKVCache | None  # None: it sleeps
     sampler: Sampler
     loras: LoraModel | None
+    lean: LeanDecoder | None  # None: the model computes by itself
     grammars: Grammars
     make_attention: MakeAttentionStep
 
@@ -77,7 +79,8 @@ class TorchModelRunner(TorchOperations):
             sampler = Sampler(loaded.vocab_size, loaded.device)
             grammars, features = self._load_grammars(loaded)
         weights = Weights(loaded, self._config.model)
-        self._parts = _Parts(loaded, weights, 0, None, sampler, loras, grammars, _choose_attention(loaded))
+        lean = LeanDecoder(loaded.model) if self._can_be_lean(loaded) else None
+        self._parts = _Parts(loaded, weights, 0, None, sampler, loras, lean, grammars, _choose_attention(loaded))
         with contextlib.nullcontext() if loras is None else loras.watched():
             self._try_one_step(self._make_cache(1))
         num_kv_blocks = self._choose_num_kv_blocks(loaded)
@@ -103,6 +106,10 @@ class TorchModelRunner(TorchOperations):
             embedding_size=0 if self._pooling is None else self._pooling.size,
             embedding_dimensions=() if self._pooling is None else self._pooling.dimensions,
         )
+
+    def _can_be_lean(self, loaded: LoadedModel) -> bool:
+        """Adapters are applied in the model's own modules, and vectors come from them."""
+        return self._pooling is None and not self._config.enable_lora and LeanDecoder.can_compute(loaded.model)
 
     def _choose_num_kv_blocks(self, loaded: LoadedModel) -> int:
         is_cuda = loaded.device.type == "cuda"
@@ -153,22 +160,25 @@ class TorchModelRunner(TorchOperations):
         assert cache is not None, "a step while the KV cache sleeps"
         step_grammars = parts.grammars.begin(batch)  # works beside the model
         inputs = build_input_batch(batch, cache, parts.make_attention, loaded.device)
-        # The last layer's matrix is the largest: only where logits are wanted.
-        head = {"logits_to_keep": inputs.logits_rows} if self._pooling is None else {}
-        with contextlib.nullcontext() if loras is None else loras.applied(batch):
-            output = loaded.model(
-                input_ids=inputs.input_ids,
-                position_ids=inputs.position_ids,
-                use_cache=False,
-                attention_step=inputs.attention,
-                **head,
-            )
         sampling = [s.request for s in batch.scheduled if s.samples]
-        if self._pooling is not None:
-            hidden = output.last_hidden_state[0].index_select(0, inputs.logits_rows)
-            return make_vectors(hidden.float(), sampling, self._pooling.normalize)
+        if parts.lean is not None:
+            logits = parts.lean.logits(inputs.input_ids, inputs.position_ids, inputs.attention, inputs.logits_rows)
+        else:
+            # The last layer's matrix is the largest: only where logits are wanted.
+            head = {"logits_to_keep": inputs.logits_rows} if self._pooling is None else {}
+            with contextlib.nullcontext() if loras is None else loras.applied(batch):
+                output = loaded.model(
+                    input_ids=inputs.input_ids,
+                    position_ids=inputs.position_ids,
+                    use_cache=False,
+                    attention_step=inputs.attention,
+                    **head,
+                )
+            if self._pooling is not None:
+                hidden = output.last_hidden_state[0].index_select(0, inputs.logits_rows)
+                return make_vectors(hidden.float(), sampling, self._pooling.normalize)
+            logits = output.logits[0]
         # In float32 from here on: bfloat16 has too few digits for sums over a vocabulary, and a slow argmax.
-        logits = output.logits[0]
         sampled = sampler.sample(logits[: inputs.num_sampled].float(), sampling, step_grammars.collect())
         sampled.prompt_logprobs = prompt_logprobs(logits[inputs.num_sampled :], inputs.prompt_spans, batch)
         step_grammars.advance(sampled)

@@ -375,6 +375,6 @@ def test_masks_are_made_while_the_model_computes(
             num_overlapped += 1
         return model(**inputs)
 
-    engine.runner._parts = dataclasses.replace(parts, loaded=dataclasses.replace(parts.loaded, model=forward))
+    engine.runner._parts = dataclasses.replace(parts, lean=None, loaded=dataclasses.replace(parts.loaded, model=forward))
     assert engine.run([person()])[1] == alone
     assert num_overlapped >= len(alone) - 1
