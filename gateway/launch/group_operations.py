@@ -32,6 +32,9 @@ class GroupOperations:
         except OrderError as error:
             logger.warning("order not done: %s: %s", what, error)
             return GroupOrderDone(order.order_id, str(error), error.kind)
+        except Exception as error:  # a bug of ours: whoever gave the order would wait for ever
+            logger.exception("order not done: %s", what)
+            return GroupOrderDone(order.order_id, f"{what}: {type(error).__name__}: {error}", "failed")
         logger.info("order done: %s", what)
         return GroupOrderDone(order.order_id)
 

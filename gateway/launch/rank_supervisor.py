@@ -307,22 +307,30 @@ class RankSupervisor:
         self._ledger.add(rank)
         self._begin_task(rank)
         task = self._tasks[rank]
-        await self._until(lambda: task.done() or self._ledger.is_ready(rank))
+        ledger = self._ledger
+        # Done alone is not enough: what an error of ours leaves of the rank is given up a moment later.
+        await self._until(lambda: ledger.is_ready(rank) or (task.done() and (rank not in ledger.ranks or ledger.is_down(rank))))
         if task.done():
-            raise OrderError(f"rank {rank} did not start: {task.result()}", "failed")
+            if rank in ledger.ranks:
+                self._forget(rank)
+            raise OrderError(f"rank {rank} did not start: {task.exception() or task.result()}", "failed")
 
     async def remove(self, rank: int, drain_timeout_s: float) -> None:
         """Returns when its process is gone."""
         task = self._tasks[rank]
         if self._ledger.is_down(rank):
-            self._ledger.remove_down(rank)
-            del self._lives[rank]
-            self._publish()
+            self._forget(rank)
         else:
             self._ledger.leave(rank, "remove")
             await self._end_when_idle(rank, "removed by an operator", drain_timeout_s)
         await self._until(task.done)
         self._tasks.pop(rank, None)
+
+    def _forget(self, rank: int) -> None:
+        """One that is down."""
+        self._ledger.remove_down(rank)
+        self._lives.pop(rank, None)
+        self._publish()
 
     async def _end_when_idle(self, rank: int, cause: str, timeout_s: float) -> None:
         """What a rank still has when the time is over goes on elsewhere, as after a death."""

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 
 from cores.messages import (
@@ -26,16 +22,6 @@ from gateway.errors import EngineDeadError, EngineGenerateError, OverloadedError
 from tests.gateway.core_client.fake_group import FakeGroup
 
 ZERO, ONE = RankId(0, 1), RankId(1, 1)
-
-
-@pytest.fixture
-async def group() -> AsyncIterator[FakeGroup]:
-    with tempfile.TemporaryDirectory(prefix="gw-", dir="/tmp") as directory:  # a Unix socket's path must be short
-        group = FakeGroup(Path(directory))
-        await group.start()
-        yield group
-        group.client.ledger.check_invariants()
-        await group.close()
 
 
 async def test_a_request_is_on_the_books_until_it_is_aborted_once_at_the_rank_that_holds_it(group: FakeGroup) -> None:

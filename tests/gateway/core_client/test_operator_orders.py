@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -16,16 +13,6 @@ from tests.gateway.core_client.fake_group import FakeEngine, FakeGroup
 
 ZERO, ONE, TWO = RankId(0, 1), RankId(1, 1), RankId(2, 1)
 READY = (RankRecord(0, 1, "ready"), RankRecord(1, 1, "ready"))
-
-
-@pytest.fixture
-async def group() -> AsyncIterator[FakeGroup]:
-    with tempfile.TemporaryDirectory(prefix="gw-", dir="/tmp") as directory:  # a Unix socket's path must be short
-        group = FakeGroup(Path(directory))
-        await group.start()
-        yield group
-        group.client.ledger.check_invariants()
-        await group.close()
 
 
 def kinds(group: FakeGroup, rank: int) -> list[str]:

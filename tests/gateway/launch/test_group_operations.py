@@ -113,6 +113,23 @@ async def test_growing_is_all_or_nothing(group: Operated) -> None:
     assert group.launcher.lives[RankId(3, 1)].was_killed
 
 
+async def test_an_error_of_ours_is_an_answer_and_leaves_no_rank_behind(group: Operated) -> None:
+    group.launcher.refuse_with = RuntimeError("a bug")
+    assert await group.answer(group.order("scale", size=4)) == "rank 3 did not start: a bug"
+    assert sorted(group.ranks()) == [0, 1, 2]
+    group.launcher.refuse_with = None
+    grow = group.order("scale", size=4)
+    await group.come_up(3, epoch=2)
+    assert await group.answer(grow) is None
+
+
+async def test_an_order_that_meets_a_bug_is_answered(group: Operated) -> None:
+    group.supervisor._lives.clear()  # as no code of ours should leave it
+    order = group.order("restart", rank=1)
+    assert await group.answer(order) == "restart rank 1: KeyError: 1"
+    assert order.result().error_kind == "failed"
+
+
 async def test_a_restart_revives_a_rank_that_was_given_up() -> None:
     group = Operated(2)
     group.ledger = group.supervisor.ledger

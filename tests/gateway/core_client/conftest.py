@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.gateway.core_client.fake_group import FakeGroup
+
+
+@pytest.fixture
+async def group() -> AsyncIterator[FakeGroup]:
+    with tempfile.TemporaryDirectory(prefix="gw-", dir="/tmp") as directory:  # a Unix socket's path must be short
+        group = FakeGroup(Path(directory))
+        await group.start()
+        yield group
+        group.client.ledger.check_invariants()
+        await group.close()
