@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,9 @@ async def test_a_failed_request_fails_alone(start: Start) -> None:
 
 
 @pytest.mark.parametrize("engine", ["simulated", "torch"])
-async def test_a_bug_in_output_processing_costs_one_request_of_sixteen(start: Start, engine: str, torch_model: Path) -> None:
+async def test_a_bug_in_output_processing_costs_one_request_of_sixteen(
+    start: Start, engine: str, torch_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = {"max_num_seqs": 16} | (
         {} if engine == "simulated" else {"model": str(torch_model), "device": "cpu", "dtype": "float32", "num_kv_blocks": 512}
     )
@@ -168,14 +171,27 @@ async def test_a_bug_in_output_processing_costs_one_request_of_sixteen(start: St
         return [asyncio.create_task(collect(llm, f"prompt {i}", params(24, output_kind=DELTA), str(i))) for i in range(16)]
 
     undisturbed = [ids_of(outputs) for outputs in await asyncio.gather(*start_all())]
+
+    def registers_and_breaks(*args: Any, **fields: Any) -> None:
+        add(*args, **fields)
+        state = next(reversed(llm.output_processor._states.values()))
+        if state.stream.external_id == "5":
+            state.push_one = fails_at_the_fourth(state.push_one)
+
+    def fails_at_the_fourth(push_one: Callable[[int], Any]) -> Callable[[int], Any]:
+        calls = count(1)
+
+        def broken(token_id: int) -> Any:
+            if next(calls) == 4:
+                raise ZeroDivisionError("a bug")
+            return push_one(token_id)
+
+        return broken
+
+    # The bug is there before the first token is, so that no engine is too fast to meet it.
+    add = llm.output_processor.add_request
+    monkeypatch.setattr(llm.output_processor, "add_request", registers_and_breaks)
     readers = start_all()
-    states = llm.output_processor._states
-    await until(lambda: len(states) == 16 and all(len(s.accepted) > 3 for s in states.values()), "all have begun")
-
-    def broken(token_id: int) -> Any:
-        raise ZeroDivisionError("a bug")
-
-    next(state for state in states.values() if state.stream.external_id == "5").push_one = broken
     ends = await asyncio.wait_for(asyncio.gather(*readers, return_exceptions=True), DEADLINE_S)
     failed = ends.pop(5)
     assert isinstance(failed, EngineGenerateError)
