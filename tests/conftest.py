@@ -13,15 +13,23 @@ settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
 
 
+# Tests with one of these markers run only with the option of its name.
+OPTIONAL = {
+    "long": "run the tests that take minutes, too",
+    "system": "run the tests with programs that are not Python packages, too; one whose program is not installed is skipped",
+}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="run the tests that take minutes, too")
+    for name, text in OPTIONAL.items():
+        parser.addoption(f"--{name}", action="store_true", help=text)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--long"):
-        deselected = [item for item in items if item.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=deselected)
-        items[:] = [item for item in items if item not in deselected]
+    left_out = [name for name in OPTIONAL if not config.getoption(f"--{name}")]
+    deselected = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if item not in deselected]
 
 
 @pytest.fixture(autouse=True)
