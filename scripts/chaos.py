@@ -35,7 +35,7 @@ NUM_WORKERS = 24
 BURST = 64  # clients that come at once
 STALL_TIMEOUT_S = 2.0
 PAUSE_S = (0.5, 2.5)  # between two events
-HEALING_TIMEOUT_S = 60.0
+HEALING_TIMEOUT_S = 120.0
 
 
 class Chaos:
@@ -180,7 +180,7 @@ def main() -> int:
         events, status = asyncio.run(run(url, 60 * args.minutes, args.seed, tally))
         children = family.children(recursive=True)
         server.terminate()
-        tally.check("server", "exit code", server.wait(60), 0)
+        tally.check("server", "exit code", server.wait(120), 0)
         tally.faults += [f"left running: {child}" for child in children if child.is_running()]
         tally.faults += [
             f"log: {line.strip()}" for line in log_path.read_text().splitlines() if "Traceback" in line or " CRITICAL " in line

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 
 MAX_TOKENS = 200
-IDLE_DEADLINE_S = 20.0
+IDLE_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def main() -> int:
         url = server.stdout.readline().removeprefix("gateway ready: ").split()[0]
         memory = asyncio.run(soak(url, args.seconds, args.seed, tally))
         server.terminate()
-        tally.check("server", "exit code", server.wait(60), 0)
+        tally.check("server", "exit code", server.wait(120), 0)
         log.seek(0)
         tally.faults += [f"log: {line.strip()}" for line in log if not any(word in line for word in EXPECTED_LOG_WORDS)]
     growth = memory.growth()

@@ -12,7 +12,8 @@ A script is a list of items separated by `;`, each `ACTION=N`, with the ranks an
 | fail_request_at_token=N | the N-th token (from 1) of each request is an error of that request alone                     |
 | lose_logprobs_at_token=N | the N-th token (from 1) of each request comes without the log-probabilities that it asked for |
 
-Without `@rank=R` an item is for every rank, without `@epoch=E` for every life of it.
+Without `@rank=R` an item is for every rank, without `@epoch=E` for every life of it. `@seed=S` behind a token action means the
+requests with this sampling seed alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,22 @@ StepFault = Literal["die", "raise", "stall"]
 _STEP_ACTIONS: dict[str, StepFault] = {"die_at_step": "die", "raise_at_step": "raise", "stall_at_step": "stall"}
 _ITEM = re.compile(r"(?P<action>\w+)=(?P<number>\d+)(?P<scope>(@\w+=\d+)*)")
 _TOKEN_ACTIONS = ("fail_request_at_token", "lose_logprobs_at_token")
-_GRAMMAR = "ACTION=N[@rank=R][@epoch=E] items separated by ';', ACTION one of " + ", ".join((*_STEP_ACTIONS, *_TOKEN_ACTIONS))
+_GRAMMAR = "ACTION=N[@rank=R][@epoch=E] items separated by ';' (and [@seed=S] for tokens), ACTION one of " + ", ".join(
+    (*_STEP_ACTIONS, *_TOKEN_ACTIONS)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFaults:
+    """Which output tokens, by number from 1; of all requests, or of those with one sampling seed."""
+
+    items: frozenset[tuple[int, int | None]] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.items)
+
+    def hits(self, number: int, seed: int | None) -> bool:
+        return (number, None) in self.items or (number, seed) in self.items
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +53,14 @@ class FaultScript:
     """What will go wrong in one life of one rank."""
 
     steps: dict[int, StepFault]
-    failing_tokens: frozenset[int]  # numbers of output tokens, from 1
-    tokens_without_logprobs: frozenset[int] = frozenset()
+    failing_tokens: TokenFaults = TokenFaults()
+    tokens_without_logprobs: TokenFaults = TokenFaults()
 
     @classmethod
     def parse(cls, text: str, rank_id: RankId) -> FaultScript:
         """The part of a script that is meant for `rank_id`. Raises `ConfigError` for anything outside the grammar."""
         steps: dict[int, StepFault] = {}
-        tokens: dict[str, set[int]] = {action: set() for action in _TOKEN_ACTIONS}
+        tokens: dict[str, set[tuple[int, int | None]]] = {action: set() for action in _TOKEN_ACTIONS}
         for item in filter(None, (part.strip() for part in text.split(";"))):
             action, number, scope = _parse_item(item)
             if scope.get("rank", rank_id.rank) != rank_id.rank or scope.get("epoch", rank_id.epoch) != rank_id.epoch:
@@ -52,8 +68,8 @@ class FaultScript:
             if action in _STEP_ACTIONS:
                 steps.setdefault(number, _STEP_ACTIONS[action])
             else:
-                tokens[action].add(number)
-        return cls(steps, *(frozenset(tokens[action]) for action in _TOKEN_ACTIONS))
+                tokens[action].add((number, scope.get("seed")))
+        return cls(steps, *(TokenFaults(frozenset(tokens[action])) for action in _TOKEN_ACTIONS))
 
 
 def _parse_item(item: str) -> tuple[str, int, dict[str, int]]:
@@ -62,7 +78,8 @@ def _parse_item(item: str) -> tuple[str, int, dict[str, int]]:
         raise ConfigError(f"--simulated fault takes {_GRAMMAR}; got {item!r}")
     action, number = match["action"], int(match["number"])
     scope = {key: int(value) for key, value in (pair.split("=") for pair in match["scope"].split("@")[1:])}
-    if action not in (*_STEP_ACTIONS, *_TOKEN_ACTIONS) or scope.keys() - {"rank", "epoch"}:
+    allowed = {"rank", "epoch", "seed"} if action in _TOKEN_ACTIONS else {"rank", "epoch"}
+    if action not in (*_STEP_ACTIONS, *_TOKEN_ACTIONS) or scope.keys() - allowed:
         raise ConfigError(f"--simulated fault takes {_GRAMMAR}; got {item!r}")
     if action in _TOKEN_ACTIONS and number == 0:
         raise ConfigError(f"--simulated fault: tokens are counted from 1; got {item!r}")

@@ -14,6 +14,7 @@ Rules
 from __future__ import annotations
 
 import cProfile
+import dataclasses
 import hashlib
 import math
 import os
@@ -46,6 +47,7 @@ class SimulatedModelRunner:
     def __init__(self, config: EngineConfig, rank_id: RankId, sleep: Callable[[float], None] = time.sleep) -> None:
         """Raises `ConfigError` for a fault script outside its grammar."""
         self._config = config
+        self._cost = config.simulated
         self._rank_id = rank_id
         self._sleep = sleep
         self._faults = FaultScript.parse(config.simulated.fault, rank_id)
@@ -88,7 +90,7 @@ class SimulatedModelRunner:
                 output.vectors[i] = self._vector(request)
         if self._faults.failing_tokens:
             output.errors = self._failures(sampling)
-        self._sleep(step_cost_s(self._config.simulated, batch))
+        self._sleep(step_cost_s(self._cost, batch))
         return output
 
     def load_lora(self, path: str) -> str:
@@ -141,6 +143,13 @@ class SimulatedModelRunner:
         self._profile = None
         return path
 
+    def set_step_ms(self, step_ms: float) -> None:
+        """Another speed from the next step on, by `collective_rpc`. A test that arranges something while requests run begins
+        with steps so long that none can end before, and makes them short once it is arranged."""
+        if not 0 <= step_ms < math.inf:
+            raise ValueError(f"step_ms must be a number of at least 0, got {step_ms!r}")
+        self._cost = dataclasses.replace(self._cost, step_ms=step_ms)
+
     # --- tokens and faults --------------------------------------------------------------------------------------------
 
     def _next_token(self, request: Request) -> int:
@@ -163,11 +172,14 @@ class SimulatedModelRunner:
         return state.read(request.token_ids)
 
     def _failures(self, sampling: list[Request]) -> dict[int, str]:
-        numbers = ((i, request.num_output_tokens + 1) for i, request in enumerate(sampling))
-        return {i: f"simulated fault at token {n}" for i, n in numbers if n in self._faults.failing_tokens}
+        return {
+            i: f"simulated fault at token {request.num_output_tokens + 1}"
+            for i, request in enumerate(sampling)
+            if self._faults.failing_tokens.hits(request.num_output_tokens + 1, request.sampling_params.seed)
+        }
 
     def _loses_logprobs(self, request: Request) -> bool:
-        return request.num_output_tokens + 1 in self._faults.tokens_without_logprobs
+        return self._faults.tokens_without_logprobs.hits(request.num_output_tokens + 1, request.sampling_params.seed)
 
     def _suffer(self, fault: StepFault | None) -> None:
         if fault == "die":

@@ -231,11 +231,11 @@ def test_a_loop_whose_requests_stand_still_waits_for_commands_and_makes_no_steps
     thread.start()
     turns = []
     while True:  # up to the answer to the pause
-        message = rig.outbox.get(timeout=10.0)
+        message = rig.outbox.get(timeout=60.0)
         if isinstance(message, UtilityReply):
             break
         turns.append(message)
-    assert rig.outbox.get(timeout=10.0).status.step == 3  # type: ignore[union-attr]
+    assert rig.outbox.get(timeout=60.0).status.step == 3  # type: ignore[union-attr]
     assert rig.outbox.empty()  # it sleeps: a loop that spins would have filled the box
     operate(rig, "resume")
     thread.join(10.0)

@@ -18,7 +18,7 @@ from cores.engine_core import EngineCore
 from cores.messages import FinishReason, RankId
 from cores.pooling_params import PoolingParams
 from cores.request import Request
-from cores.runner.faults import FaultScript
+from cores.runner.faults import FaultScript, TokenFaults
 from cores.runner.interface import ModelRunner, ScheduledRequest, SchedulerOutput
 from cores.runner.model_dir import read_model_dir
 from cores.runner.simulated import SimulatedFaultError, SimulatedModelRunner, num_kv_blocks, step_cost_s
@@ -138,16 +138,20 @@ def test_any_model_length_goes(tiny_model: Path) -> None:
 
 def test_a_script_is_read_for_one_life_of_one_rank() -> None:
     text = "die_at_step=5@rank=1@epoch=2; raise_at_step=6@rank=0 ;stall_at_step=7@epoch=2;"
-    text += "fail_request_at_token=3; die_at_step=8@epoch=1;"
-    assert FaultScript.parse(text, RANK) == FaultScript({5: "die", 7: "stall"}, frozenset({3}))
-    assert FaultScript.parse(text, RankId(0, 1)) == FaultScript({6: "raise", 8: "die"}, frozenset({3}))
-    assert FaultScript.parse("", RANK) == FaultScript({}, frozenset())
+    text += "fail_request_at_token=3; die_at_step=8@epoch=1;fail_request_at_token=4@seed=7"
+    tokens = TokenFaults(frozenset({(3, None), (4, 7)}))
+    assert FaultScript.parse(text, RANK) == FaultScript({5: "die", 7: "stall"}, tokens)
+    assert FaultScript.parse(text, RankId(0, 1)) == FaultScript({6: "raise", 8: "die"}, tokens)
+    assert FaultScript.parse("", RANK) == FaultScript({})
+    assert [tokens.hits(n, seed) for n, seed in ((3, None), (3, 7), (4, 7), (4, 8), (4, None), (5, 7))] == [True] * 3 + [
+        False
+    ] * 3
 
 
 @pytest.mark.parametrize(
     "text",
     ["die", "die_at_step", "die_at_step=x", "die_at_step=-1", "explode_at_step=1", "die_at_step=1@node=2", "die_at_step=1@rank",
-     "fail_request_at_token=0", "die_at_step=1,raise_at_step=2"],
+     "fail_request_at_token=0", "die_at_step=1@seed=1", "die_at_step=1,raise_at_step=2"],
 )  # fmt: skip
 def test_a_script_outside_the_grammar_is_refused_with_the_item_named(text: str) -> None:
     with pytest.raises(ConfigError, match="--simulated fault") as caught:
@@ -204,6 +208,20 @@ def test_a_scripted_request_error_hits_its_token_also_of_a_continued_request(tin
     assert num_tokens == {1: 2, 2: 2, 3: 1}
     assert finished[1].reason is FinishReason.LENGTH
     assert [(finished[h].reason, finished[h].error) for h in (2, 3)] == [(FinishReason.ERROR, "simulated fault at token 3")] * 2
+
+
+def test_speed_can_be_changed_while_it_runs(tiny_model: Path) -> None:
+    naps: list[float] = []
+    config = make_config(tiny_model)
+    runner = SimulatedModelRunner(config, RANK, sleep=naps.append)
+    core = EngineCore(RANK, config, runner.load(), runner, ManualClock())
+    core.add_request(0, make_request(1, max_tokens=9))
+    for step_ms in (config.simulated.step_ms, 700.0, 0.0):
+        core.operations.collective_rpc("set_step_ms", [step_ms])
+        core.step()
+    assert [round(nap, 1) for nap in naps] == [0.0, 0.7, 0.0]
+    with pytest.raises(ValueError, match="at least 0, got -1"):
+        runner.set_step_ms(-1)
 
 
 # --- vectors ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import random
 import signal
 import socket
 import subprocess
@@ -23,11 +24,16 @@ import requests
 from cores.testing import make_tiny_model_dir
 
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 90.0  # for what takes a second on a quiet machine
+# Of a step, where a test arranges something while requests run: none of 400 tokens ends within a minute.
+SLOW_MS = 200
+# Below the ports that the kernel gives to clients and to whoever asks for any: nobody takes one of these by chance.
+FIRST_PORT, NUM_PORTS_PER_WORKER = 12_000, 1_000
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
     """Polls until `condition()` is true and returns what it gave."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -86,7 +92,29 @@ class Server:
         return line
 
     def get(self, path: str, url: str | None = None) -> requests.Response:
-        return requests.get((url or self.url) + path, timeout=10)
+        return requests.get((url or self.url) + path, timeout=ANSWER_TIMEOUT_S)
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """No rank gets on in here: what the test arranges meanwhile lasts, however slow or fast the machine is."""
+        pids = [row["pid"] for row in self.status()["ranks"] if row["pid"]]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    def set_step_ms(self, step_ms: float) -> None:
+        """Of all simulated ranks that live; for a server with `--dev-mode`."""
+        body = {"method": "set_step_ms", "args": [step_ms]}
+        answer = requests.post(f"{self.url}/collective_rpc", json=body, timeout=ANSWER_TIMEOUT_S)
+        assert answer.status_code == 200, answer.text
+
+    def num_in_flight(self) -> int:
+        return sum(front_end["in_flight"] for front_end in self.status()["front_ends"])
 
     def status(self, url: str | None = None) -> dict[str, Any]:
         return self.get("/status", url).json()
@@ -151,22 +179,30 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def simulated(tiny_model: str) -> list[str]:
-    """Arguments of a server with simulated engines as local processes."""
+    """Arguments of a server with simulated engines as local processes; more of the cost model may follow."""
     return [tiny_model, "--engine", "simulated", "--data-parallel-backend", "mp", "--simulated", "step_ms=2"]
+
+
+@pytest.fixture(scope="session")
+def slow_simulated(simulated: list[str]) -> list[str]:
+    """Requests do not end before the test lets them: by `Server.set_step_ms`."""
+    return [*simulated, f"step_ms={SLOW_MS}", "--dev-mode"]
 
 
 @pytest.fixture
 def port_range() -> Callable[[int], int]:
-    """The first of so many consecutive ports that were free a moment ago. Only for flags that cannot say 0."""
+    """The first of so many consecutive ports that are free. Only for flags that cannot say 0."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    candidates = iter(range(FIRST_PORT + worker * NUM_PORTS_PER_WORKER + random.randrange(NUM_PORTS_PER_WORKER // 2), 65536))
 
     def find(length: int) -> int:
-        while True:
-            with ExitStack() as stack:
-                first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-                with contextlib.suppress(OSError):
-                    for port in range(first + 1, first + length):
-                        stack.enter_context(socket.create_server(("127.0.0.1", port)))
-                    return int(first)
+        found: list[int] = []
+        for port in candidates:
+            with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+                found = [*found, port] if found and found[-1] == port - 1 else [port]
+                if len(found) == length:
+                    return found[0]
+        raise AssertionError("no port is free")
 
     return find
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import requests
 
+from tests.e2e.conftest import ANSWER_TIMEOUT_S, SLOW_MS
+
 BODY = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "temperature": 0, "stream": True}
 
 
@@ -22,7 +24,7 @@ class Stream:
         self._thread.start()
 
     def _read(self, url: str) -> None:
-        with requests.post(url + "/v1/completions", json=BODY, stream=True, timeout=60) as response:
+        with requests.post(url + "/v1/completions", json=BODY, stream=True, timeout=ANSWER_TIMEOUT_S) as response:
             for line in response.iter_lines():
                 if line.startswith(b"data: {"):
                     choice = json.loads(line.removeprefix(b"data: "))["choices"][0]
@@ -30,7 +32,7 @@ class Stream:
                     self.finish_reason = choice["finish_reason"] or self.finish_reason
 
     def join(self) -> str:
-        self._thread.join(60)
+        self._thread.join(ANSWER_TIMEOUT_S)
         assert not self._thread.is_alive()
         return "".join(self.texts)
 
@@ -40,13 +42,15 @@ def test_a_paused_server_is_healthy_and_not_ready_and_its_streams_go_on_as_if_no
 ) -> None:
     settings = ("-dp", "2", "--shutdown-timeout", "600")
     server = serve(*simulated, *settings, env={"GATEWAY_SERVER_DEV_MODE": "1"})
+    fast_ms = 2
 
     def post(path: str, body: Any = None) -> requests.Response:
-        return requests.post(server.url + path, json=body, timeout=30)
+        return requests.post(server.url + path, json=body, timeout=ANSWER_TIMEOUT_S)
 
     undisturbed = Stream(server.url).join()
+    server.set_step_ms(SLOW_MS)
     stream = Stream(server.url)
-    poll(lambda: len(stream.texts) >= 5, "the stream has begun")
+    poll(lambda: len(stream.texts) >= 2, "the stream has begun")
     assert post("/pause?mode=keep").json() == {"status": "paused"}
     assert server.get("/is_paused").json() == {"is_paused": True}
     assert [server.get(path).status_code for path in ("/health", "/ready", "/live")] == [200, 503, 200]
@@ -56,6 +60,7 @@ def test_a_paused_server_is_healthy_and_not_ready_and_its_streams_go_on_as_if_no
     assert int(late.headers["Retry-After"]) >= 1
     halted = len(stream.texts)
     assert post("/resume").json() == {"status": "resumed"}
+    server.set_step_ms(fast_ms)
     assert stream.join() == undisturbed
     assert (stream.finish_reason, halted < len(stream.texts)) == ("length", True)
 
@@ -74,8 +79,9 @@ def test_a_paused_server_is_healthy_and_not_ready_and_its_streams_go_on_as_if_no
     assert post("/collective_rpc", {"method": "discard_weights"}).json() == {"results": [None, None]}
 
     # A drain does not wait for what stands still: `stop` has no patience for ten minutes.
+    server.set_step_ms(SLOW_MS)
     frozen = Stream(server.url)
-    poll(lambda: len(frozen.texts) >= 5, "the stream has begun")
+    poll(lambda: len(frozen.texts) >= 2, "the stream has begun")
     post("/pause?mode=keep")
     assert server.stop() == 0
     frozen.join()

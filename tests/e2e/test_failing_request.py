@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 
 import aiohttp
 import pytest
 
 from cores.runner.testing import make_tiny_llama
-from tests.e2e.conftest import Server
-from tests.e2e.test_load_and_faults import client_session, completion, events, start_streams
+from tests.e2e.conftest import ANSWER_TIMEOUT_S, Server, wait_for
+from tests.e2e.test_load_and_faults import client_session, read_to_the_end, stream
 
 NUM_OTHERS = 15
+BAD_SEED = 4711
 EOS = 2
+T = TypeVar("T")
 
 
 class Others:
-    """Fifteen streams of so many tokens each, and what they are when nothing fails."""
+    """Fifteen streams of so many tokens each, and what they are when nothing fails. All are there before the rank may make a
+    step: they run side by side, token by token, with whatever else is sent meanwhile."""
 
     def __init__(self, server: Server, session: aiohttp.ClientSession, length: int) -> None:
         self._server = server
@@ -28,17 +32,32 @@ class Others:
         self._undisturbed: list[dict[str, Any]] = []
 
     async def run_undisturbed(self) -> None:
-        await self.start()
-        self._undisturbed = [await stream for stream in self._streams]
+        self._undisturbed = list(await asyncio.gather(*self._read_all()))
 
-    async def start(self) -> None:
-        self._streams = await start_streams(self._session, self._server.url, NUM_OTHERS, max_tokens=self._length)
+    def _read_all(self) -> list[asyncio.Task[dict[str, Any]]]:
+        return [
+            asyncio.create_task(
+                read_to_the_end(self._session, self._server.url, asyncio.Event(), **stream(i), max_tokens=self._length)
+            )
+            for i in range(NUM_OTHERS)
+        ]
+
+    async def run_beside(self, bad: Coroutine[Any, Any, T]) -> T:
+        """What the bad one gave, which is to fail long before the others end."""
+        with self._server.frozen():
+            asking = asyncio.create_task(bad)
+            self._streams = self._read_all()
+            is_so_far = functools.partial(self._are_in_flight, 1 + NUM_OTHERS)
+            await asyncio.to_thread(wait_for, is_so_far, "all are in flight")
+        return await asyncio.wait_for(asking, ANSWER_TIMEOUT_S)
+
+    def _are_in_flight(self, number: int) -> bool:
+        return self._server.num_in_flight() == number
 
     async def check(self) -> None:
-        """They are still in flight, and end as if nothing had failed."""
-        assert not any(stream.done() for stream in self._streams), "they were not in flight together"
+        """They end as if nothing had failed."""
         assert self._server.get("/health").status_code == 200
-        ends = [await asyncio.wait_for(stream, 60) for stream in self._streams]
+        ends = list(await asyncio.wait_for(asyncio.gather(*self._streams), ANSWER_TIMEOUT_S))
         assert ends == self._undisturbed
         assert {(end["reason"], end["done"]) for end in ends} == {("length", True)}
         assert self._server.get("/health").status_code == 200
@@ -51,31 +70,27 @@ class Others:
 @pytest.mark.parametrize(
     ("fault", "fields", "cause"),
     [
-        # As a sampler or a grammar would say it. It is due in every request, but the others have fewer tokens.
-        ("fail_request_at_token=301", {}, "simulated fault at token 301"),
+        # As a sampler or a grammar would say it.
+        (f"fail_request_at_token=151@seed={BAD_SEED}", {}, "simulated fault at token 151"),
         # Met in the front end: it asked for log-probabilities, and there are none.
-        ("lose_logprobs_at_token=301", {"logprobs": 1}, "sent 1 tokens with log-probabilities of 0"),
+        (f"lose_logprobs_at_token=151@seed={BAD_SEED}", {"logprobs": 1}, "sent 1 tokens with log-probabilities of 0"),
     ],
 )
 async def test_a_fault_of_the_engine_ends_its_stream_with_an_error_event(
     serve: Callable[..., Server], simulated: list[str], fault: str, fields: dict[str, Any], cause: str
 ) -> None:
-    server = serve(*simulated, "step_ms=5", f"fault={fault}", "--max-num-seqs", "16")
-    num_events, error = 0, {}
+    server = serve(*simulated, f"fault={fault}", "--max-num-seqs", "16")
     async with client_session() as session:
         others = Others(server, session, length=300)
         await others.run_undisturbed()
-        async with completion(session, server.url, prompt="bad", max_tokens=400, **fields) as response:
-            async for event in events(response):
-                assert isinstance(event, dict), event
-                num_events += 1
-                error = event.get("error", {})
-                if num_events == 150:  # half of its life: at its end the others have had half of theirs
-                    await others.start()
+        bad = await others.run_beside(
+            read_to_the_end(session, server.url, asyncio.Event(), prompt="bad", max_tokens=300, seed=BAD_SEED, **fields)
+        )
         await others.check()
-    assert num_events > 150
-    assert error["code"] == "engine_generate_error"
-    assert cause in error["message"]
+    assert bad["text"]
+    assert not bad["done"]
+    assert bad["error"]["code"] == "engine_generate_error"
+    assert cause in bad["error"]["message"]
 
 
 # --- torch ------------------------------------------------------------------------------------------------------------
@@ -104,13 +119,14 @@ async def test_a_fault_of_sampler_or_grammar_on_torch_is_a_500(torch_server: Ser
     async with client_session() as session:
         others = Others(torch_server, session, length=200)
         await others.run_undisturbed()
-        # Once alone: then its grammar is compiled, and the second fails while the others have long to go.
-        for is_alone in (True, False):
-            if not is_alone:
-                await others.start()
+
+        async def ask() -> tuple[int, dict[str, Any]]:
             async with session.post(f"{torch_server.url}/v1/completions", json=body) as response:
-                answer = await response.json()
-            assert response.status == 500
-            assert answer["error"]["code"] == "engine_generate_error"
-            assert "leave no token to choose" in answer["error"]["message"]
+                return response.status, (await response.json())["error"]
+
+        # Once alone: then its grammar is compiled, and the second fails while the others have long to go.
+        for status, error in (await ask(), await others.run_beside(ask())):
+            assert status == 500
+            assert error["code"] == "engine_generate_error"
+            assert "leave no token to choose" in error["message"]
         await others.check()

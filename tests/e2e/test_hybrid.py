@@ -12,6 +12,8 @@ from typing import Any
 
 import requests
 
+from tests.e2e.conftest import ANSWER_TIMEOUT_S
+
 Serve = Callable[..., Any]
 Poll = Callable[..., Any]
 NUM_REQUESTS = 40
@@ -19,7 +21,7 @@ NUM_REQUESTS = 40
 
 def complete(url: str, **headers: str) -> requests.Response:
     body = {"model": "tiny", "prompt": "one two three", "temperature": 0, "ignore_eos": True, "max_tokens": 20}
-    return requests.post(f"{url}/v1/completions", json=body, headers=headers, timeout=30)
+    return requests.post(f"{url}/v1/completions", json=body, headers=headers, timeout=ANSWER_TIMEOUT_S)
 
 
 def test_two_nodes_of_one_group_each_balance_over_their_own_ranks(
@@ -42,9 +44,12 @@ def test_two_nodes_of_one_group_each_balance_over_their_own_ranks(
 
     poll(knows_the_group, "each endpoint knows all ranks of the group and where they are")
     with concurrent.futures.ThreadPoolExecutor(NUM_REQUESTS) as pool:
-        answers = list(pool.map(lambda _: complete(nodes[1].url), range(NUM_REQUESTS)))
+        with nodes[1].frozen():  # a rank that is slower today would get less
+            asked = [pool.submit(complete, nodes[1].url) for _ in range(NUM_REQUESTS)]
+            poll(lambda: nodes[1].num_in_flight() == NUM_REQUESTS, "all are in flight")
+        answers = [answer.result() for answer in asked]
     ranks = [answer.headers["X-Gateway-Rank"] for answer in answers]
-    # Each gets its share: half of them, less what the others' answers may have changed in between.
+    # Each gets its share.
     assert set(ranks) == {"2", "3"}
     assert min(map(ranks.count, set(ranks))) >= NUM_REQUESTS // 3
     assert complete(nodes[1].url, **{"X-data-parallel-rank": "3"}).headers["X-Gateway-Rank"] == "3"
@@ -53,7 +58,7 @@ def test_two_nodes_of_one_group_each_balance_over_their_own_ranks(
     assert "rank 0 does not exist; the ranks here are 2 to 3" in elsewhere.json()["error"]["message"]
     poll(lambda: all(node.is_idle() for node in nodes), "all is idle")
     command = [sys.executable, "-m", "gateway", "status", "--json", "--url", nodes[0].url, "--url", nodes[1].url]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_TIMEOUT_S, check=False)
     assert shown.returncode == 0, shown.stderr
     documents = json.loads(shown.stdout)
     assert sorted(rank["rank"] for document in documents for rank in document["ranks"]) == [0, 1, 2, 3]

@@ -12,6 +12,9 @@ from typing import Any
 
 import aiohttp
 
+from tests.e2e.conftest import ANSWER_TIMEOUT_S, SLOW_MS
+
+FAST_MS = 2
 Serve = Callable[..., Any]
 Poll = Callable[..., Any]
 
@@ -36,24 +39,31 @@ async def whole(session: aiohttp.ClientSession, url: str, **fields: Any) -> dict
 
 
 def client_session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=60))
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S))
 
 
 async def test_a_hundred_requests_get_exact_counts_and_use_both_ranks(serve: Serve, simulated: list[str], poll: Poll) -> None:
     server = serve(*simulated, "-dp", "2")
     lengths = [1 + (7 * i) % 40 for i in range(100)]
     async with client_session() as session:
-        answers = await asyncio.gather(*(whole(session, server.url, max_tokens=n, prompt="word " * (1 + n)) for n in lengths))
+        with server.frozen():  # a rank that is slower today would get less
+            asking = [asyncio.create_task(whole(session, server.url, max_tokens=n, prompt="word " * (1 + n))) for n in lengths]
+            await asyncio.to_thread(poll, lambda: server.num_in_flight() == 100, "all are in flight")
+        answers = await asyncio.gather(*asking)
     assert [a["usage"]["completion_tokens"] for a in answers] == lengths
     ranks = [a["rank"] for a in answers]
     assert min(ranks.count("0"), ranks.count("1")) >= 33
     await asyncio.to_thread(poll, server.is_idle, "both sides are empty")
 
 
-async def test_the_answer_of_a_request_is_the_same_on_every_rank(serve: Serve, simulated: list[str]) -> None:
+async def test_the_answer_of_a_request_is_the_same_on_every_rank(serve: Serve, simulated: list[str], poll: Poll) -> None:
     server = serve(*simulated, "-dp", "2")
     async with client_session() as session:
-        answers = await asyncio.gather(*(whole(session, server.url, max_tokens=12, temperature=0.8, seed=7) for _ in range(8)))
+        with server.frozen():
+            fields = {"max_tokens": 12, "temperature": 0.8, "seed": 7}
+            asking = [asyncio.create_task(whole(session, server.url, **fields)) for _ in range(8)]
+            await asyncio.to_thread(poll, lambda: server.num_in_flight() == 8, "all are in flight")
+        answers = await asyncio.gather(*asking)
     assert {a["rank"] for a in answers} == {"0", "1"}
     assert len({a["choices"][0]["text"] for a in answers}) == 1
 
@@ -61,17 +71,17 @@ async def test_the_answer_of_a_request_is_the_same_on_every_rank(serve: Serve, s
 async def test_a_client_that_leaves_after_five_tokens_frees_its_rank_and_the_ledger(
     serve: Serve, simulated: list[str], poll: Poll
 ) -> None:
-    server = serve(*simulated, "-dp", "2")
+    server = serve(*simulated, "step_ms=20", "-dp", "2")
     async with client_session() as session:
         for _ in range(3):
-            async with completion(session, server.url, max_tokens=4000) as response:
+            async with completion(session, server.url, max_tokens=8000) as response:
                 seen = 0
                 async for event in events(response):
                     seen += event != "[DONE]"
                     if seen == 5:
                         response.close()
                         break
-        await asyncio.to_thread(poll, server.is_idle, "both ranks are idle", 10)
+        await asyncio.to_thread(poll, server.is_idle, "both ranks are idle")
     assert server.status()["totals"]["aborted"] == 3
 
 
@@ -100,7 +110,7 @@ async def start_streams(
     """Streams that all have begun; every other one is sampled."""
     started = [asyncio.Event() for _ in range(count)]
     streams = [asyncio.create_task(read_to_the_end(session, url, e, **stream(i), **fields)) for i, e in enumerate(started)]
-    await asyncio.wait_for(asyncio.gather(*(event.wait() for event in started)), 30)
+    await asyncio.wait_for(asyncio.gather(*(event.wait() for event in started)), ANSWER_TIMEOUT_S)
     return streams
 
 
@@ -109,14 +119,16 @@ def stream(i: int) -> dict[str, Any]:
     return {"prompt": f"stream {i}", **sampling}
 
 
-async def test_kill_9_of_a_rank_costs_no_stream_a_token(serve: Serve, simulated: list[str], poll: Poll) -> None:
-    server = serve(*simulated, "-dp", "2", "--engine-restarts", "0")
+async def test_kill_9_of_a_rank_costs_no_stream_a_token(serve: Serve, slow_simulated: list[str], poll: Poll) -> None:
+    server = serve(*slow_simulated, "-dp", "2", "--engine-restarts", "0")
+    server.set_step_ms(FAST_MS)
     async with client_session() as session:
-        undisturbed = await asyncio.gather(*(whole(session, server.url, max_tokens=600, **stream(i)) for i in range(16)))
-        pid = server.rank(0)["pid"]  # asked for before: the streams do not run for long
-        streams = await start_streams(session, server.url, 16, max_tokens=600, stream_options={"include_usage": True})
-        os.kill(pid, signal.SIGKILL)
-        await asyncio.to_thread(poll, lambda: server.rank(0)["state"] == "dead", "rank 0 is shown dead", 20)
+        undisturbed = await asyncio.gather(*(whole(session, server.url, max_tokens=400, **stream(i)) for i in range(16)))
+        server.set_step_ms(SLOW_MS)
+        streams = await start_streams(session, server.url, 16, max_tokens=400, stream_options={"include_usage": True})
+        os.kill(server.rank(0)["pid"], signal.SIGKILL)
+        await asyncio.to_thread(poll, lambda: server.rank(0)["state"] == "dead", "rank 0 is shown dead")
+        server.set_step_ms(FAST_MS)
         ends = await asyncio.gather(*streams)
         assert [end["text"] for end in ends] == [answer["choices"][0]["text"] for answer in undisturbed]
         assert all(end["reason"] == "length" and end["done"] for end in ends)
@@ -135,29 +147,39 @@ async def test_kill_9_of_a_rank_costs_no_stream_a_token(serve: Serve, simulated:
 
 
 async def test_requests_of_the_only_rank_wait_for_its_next_life_and_so_do_new_ones(
-    serve: Serve, simulated: list[str], poll: Poll
+    serve: Serve, slow_simulated: list[str], poll: Poll
 ) -> None:
-    server = serve(*simulated)
+    server = serve(*slow_simulated)
+    server.set_step_ms(FAST_MS)
     async with client_session() as session:
         undisturbed = await asyncio.gather(*(whole(session, server.url, max_tokens=400, **stream(i)) for i in range(6)))
-        pid = server.rank(0)["pid"]  # asked for before: the streams do not run for long
+        server.set_step_ms(SLOW_MS)
         streams = await start_streams(session, server.url, 6, max_tokens=400)
-        os.kill(pid, signal.SIGKILL)
-        await asyncio.to_thread(poll, lambda: server.get("/health").status_code == 503, "/health says 503", 20)
-        late = await whole(session, server.url, max_tokens=400, **stream(0))
+        os.kill(server.rank(0)["pid"], signal.SIGKILL)
+        asking = asyncio.create_task(whole(session, server.url, max_tokens=400, **stream(0)))
+        await asyncio.to_thread(poll, lambda: is_ready_in_epoch(server, 0, 2), "its next life")
+        server.set_step_ms(FAST_MS)
+        late = await asking
         ends = await asyncio.gather(*streams)
     assert [end["text"] for end in ends] == [answer["choices"][0]["text"] for answer in undisturbed]
     assert late["choices"][0]["text"] == undisturbed[0]["choices"][0]["text"]
-    assert server.rank(0)["epoch"] == 2
     assert server.get("/health").status_code == 200
 
 
-async def test_without_failover_a_dead_rank_ends_its_own_requests_only(serve: Serve, simulated: list[str]) -> None:
-    server = serve(*simulated, "-dp", "2", "--engine-restarts", "0", "--no-failover")
+def is_ready_in_epoch(server: Any, rank: int, epoch: int) -> bool:
+    row = server.rank(rank)
+    return bool((row["state"], row["epoch"]) == ("ready", epoch))
+
+
+async def test_without_failover_a_dead_rank_ends_its_own_requests_only(
+    serve: Serve, slow_simulated: list[str], poll: Poll
+) -> None:
+    server = serve(*slow_simulated, "-dp", "2", "--engine-restarts", "0", "--no-failover")
     async with client_session() as session:
-        pid = server.rank(0)["pid"]  # asked for before: the streams do not run for long
-        streams = await start_streams(session, server.url, 8, max_tokens=600)
-        os.kill(pid, signal.SIGKILL)
+        streams = await start_streams(session, server.url, 8, max_tokens=400)
+        os.kill(server.rank(0)["pid"], signal.SIGKILL)
+        await asyncio.to_thread(poll, lambda: server.rank(0)["state"] == "dead", "rank 0 is shown dead")
+        server.set_step_ms(FAST_MS)
         ends = await asyncio.gather(*streams)
     lost = [end for end in ends if end["rank"] == "0"]
     kept = [end for end in ends if end["rank"] == "1"]
@@ -169,15 +191,13 @@ async def test_without_failover_a_dead_rank_ends_its_own_requests_only(serve: Se
 
 
 async def test_death_of_the_only_rank_fails_requests_with_the_cause_and_ends_the_server(
-    serve: Serve, simulated: list[str]
+    serve: Serve, slow_simulated: list[str]
 ) -> None:
-    server = serve(*simulated, "--engine-restarts", "0")
+    server = serve(*slow_simulated, "--engine-restarts", "0")
     async with client_session() as session:
-        started = asyncio.Event()
-        stream = asyncio.create_task(read_to_the_end(session, server.url, started, max_tokens=4000))
-        await asyncio.wait_for(started.wait(), 30)
+        (stream,) = await start_streams(session, server.url, 1, max_tokens=400)
         os.kill(server.rank(0)["pid"], signal.SIGKILL)
-        end = await asyncio.wait_for(stream, 20)
+        end = await asyncio.wait_for(stream, ANSWER_TIMEOUT_S)
     assert "rank 0" in end["error"]["message"]
     assert not end["done"]
     assert await asyncio.to_thread(server.process.wait, 100) != 0
@@ -188,7 +208,7 @@ async def test_a_server_that_is_kept_alive_says_503_after_its_only_rank_died(
 ) -> None:
     server = serve(*simulated, "--engine-restarts", "0", env={"GATEWAY_KEEP_ALIVE_ON_ENGINE_DEATH": "1"})
     os.kill(server.rank(0)["pid"], signal.SIGKILL)
-    await asyncio.to_thread(poll, lambda: server.get("/health").status_code == 503, "/health says 503", 20)
+    await asyncio.to_thread(poll, lambda: server.get("/health").status_code == 503, "/health says 503")
     async with client_session() as session:
         answer = await whole(session, server.url, max_tokens=3)
     assert answer["status"] == 503
@@ -197,25 +217,16 @@ async def test_a_server_that_is_kept_alive_says_503_after_its_only_rank_died(
 
 
 async def test_a_rank_stopped_with_work_is_noticed_by_its_progress_killed_and_replaced(
-    serve: Serve, simulated: list[str], poll: Poll
+    serve: Serve, slow_simulated: list[str], poll: Poll
 ) -> None:
-    server = serve(*simulated, "-dp", "2", "--stall-timeout", "2")
+    server = serve(*slow_simulated, "-dp", "2", "--stall-timeout", "2")
     async with client_session() as session:
-        started = [asyncio.Event() for _ in range(4)]
-        streams = [
-            asyncio.create_task(read_to_the_end(session, server.url, event, max_tokens=900, prompt=f"stream {i}"))
-            for i, event in enumerate(started)
-        ]
-        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in started)), 30)
+        streams = await start_streams(session, server.url, 4, max_tokens=400)
         os.kill(server.rank(0)["pid"], signal.SIGSTOP)
-        ends = await asyncio.wait_for(asyncio.gather(*streams), 60)
-        assert all(end["done"] and end["reason"] == "length" for end in ends)
-
-        def is_replaced() -> bool:
-            row = server.rank(0)
-            return bool(row["state"] == "ready" and row["epoch"] == 2)
-
-        await asyncio.to_thread(poll, is_replaced, "rank 0 has its next life", 60)
+        await asyncio.to_thread(poll, lambda: is_ready_in_epoch(server, 0, 2), "rank 0 has its next life")
+        server.set_step_ms(FAST_MS)
+        ends = await asyncio.wait_for(asyncio.gather(*streams), ANSWER_TIMEOUT_S)
+    assert all(end["done"] and end["reason"] == "length" for end in ends)
     assert "no step" in server.rank(0)["death_cause"]
     assert "stall" in {event["kind"] for event in server.status()["events"]}
 
@@ -223,29 +234,27 @@ async def test_a_rank_stopped_with_work_is_noticed_by_its_progress_killed_and_re
 async def test_a_killed_rank_comes_back_with_the_next_epoch(serve: Serve, simulated: list[str], poll: Poll) -> None:
     server = serve(*simulated, "-dp", "2", "--engine-restarts", "3")
     os.kill(server.rank(1)["pid"], signal.SIGKILL)
-
-    def is_back() -> bool:
-        row = server.rank(1)
-        return bool(row["state"] == "ready" and row["epoch"] == 2)
-
-    await asyncio.to_thread(poll, is_back, "rank 1 is ready again", 60)
+    await asyncio.to_thread(poll, lambda: is_ready_in_epoch(server, 1, 2), "rank 1 is ready again")
     assert server.rank(1)["restarts"] == 1
     async with client_session() as session:
-        answers = await asyncio.gather(*(whole(session, server.url, max_tokens=3) for _ in range(8)))
+        with server.frozen():
+            asking = [asyncio.create_task(whole(session, server.url, max_tokens=3)) for _ in range(8)]
+            await asyncio.to_thread(poll, lambda: server.num_in_flight() == 8, "all are in flight")
+        answers = await asyncio.gather(*asking)
     assert {a["rank"] for a in answers} == {"0", "1"}
 
 
 async def test_sigterm_lets_streams_finish_refuses_new_requests_and_exits_0(
-    serve: Serve, simulated: list[str], poll: Poll
+    serve: Serve, slow_simulated: list[str], poll: Poll
 ) -> None:
-    server = serve(*simulated, "-dp", "2")
+    server = serve(*slow_simulated, "-dp", "2", "--shutdown-timeout", "600")
     async with client_session() as session:
-        # Of four seconds: what has to be seen while they run is seen on a busy machine, too.
-        streams = await start_streams(session, server.url, 20, max_tokens=1500)
+        streams = await start_streams(session, server.url, 20, max_tokens=400)
         server.process.send_signal(signal.SIGTERM)
-        await asyncio.to_thread(poll, lambda: server.get("/ready").status_code == 503, "/ready says 503", 10)
+        await asyncio.to_thread(poll, lambda: server.get("/ready").status_code == 503, "/ready says 503")
         refused = await whole(session, server.url, max_tokens=3)
+        server.set_step_ms(FAST_MS)
         ends = await asyncio.gather(*streams)
     assert refused["status"] == 503
     assert all(end["reason"] == "length" and end["done"] for end in ends)
-    assert await asyncio.to_thread(server.process.wait, 60) == 0
+    assert await asyncio.to_thread(server.process.wait, ANSWER_TIMEOUT_S) == 0

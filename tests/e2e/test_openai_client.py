@@ -12,7 +12,7 @@ MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 def check_endpoint(url: str) -> None:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=30, max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, max_retries=0) as client:
         (model,) = client.models.list().data
         whole = client.chat.completions.create(
             model=model.id, messages=MESSAGES, temperature=0, max_tokens=24, extra_body={"ignore_eos": True}

@@ -35,7 +35,7 @@ def num_completion_tokens(url: str, rank: int) -> int:
 
 
 def rank_row(url: str, rank: int) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = requests.get(f"{url}/status", timeout=10).json()["ranks"]
+    rows: list[dict[str, Any]] = requests.get(f"{url}/status", timeout=END_TIMEOUT_S).json()["ranks"]
     return next(row for row in rows if row["rank"] == rank)
 
 
@@ -49,10 +49,9 @@ def test_two_ranks_serve_one_is_killed_and_comes_back_and_sigterm_leaves_nothing
 
     first_life = rank_row(url, 1)
     os.kill(first_life["pid"], signal.SIGKILL)
-    poll_until(lambda: rank_row(url, 1)["state"] == "dead", "the death is seen")
-    assert f"process {first_life['pid']} was killed or crashed" in rank_row(url, 1)["death_cause"]
     assert num_completion_tokens(url, 0) == 3
     poll_until(lambda: (rank_row(url, 1)["state"], rank_row(url, 1)["epoch"]) == ("ready", 2), "its next life")
+    assert f"process {first_life['pid']} was killed or crashed" in rank_row(url, 1)["death_cause"]
     assert num_completion_tokens(url, 1) == 3
 
     assert len(marked.see()) > 5
@@ -96,7 +95,7 @@ def test_endpoints_under_one_supervisor_share_one_ray(
 ) -> None:
     rpc_port = str(port_range(1))
     serve = marked.start(*ray_serve, "--data-parallel-multi-port-external-lb", "--data-parallel-rpc-port", rpc_port)
-    by_rank = {requests.get(f"{url}/status", timeout=10).json()["ranks"][0]["rank"]: url for url in marked.urls(2)}
+    by_rank = {requests.get(f"{url}/status", timeout=END_TIMEOUT_S).json()["ranks"][0]["rank"]: url for url in marked.urls(2)}
     assert [num_completion_tokens(by_rank[rank], rank) for rank in (0, 1)] == [3, 3]
     assert [process.name() for process in marked.see()].count("gcs_server") == 1
     serve.terminate()

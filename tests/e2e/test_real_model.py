@@ -31,7 +31,7 @@ def test_real_model_on_two_ray_actors_answers_streams_and_goes_on_when_a_rank_di
 ) -> None:
     server = serve(*ARGUMENTS)
     assert "mode=DPLBAsyncMPClient  ranks=2" in server.ready_lines[0]
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=180, max_retries=0) as client:
         texts = [ask(client, rank, stream) for rank, stream in ((0, True), (1, False))]
         assert all("Paris" in text for text in texts)
         assert len(set(texts)) == 1
@@ -43,7 +43,7 @@ def test_real_model_on_two_ray_actors_answers_streams_and_goes_on_when_a_rank_di
         undisturbed = tell_a_story(client, lambda: None)
         moved = tell_a_story(client, lambda: os.kill(server.rank(0)["pid"], signal.SIGKILL))
         assert moved == undisturbed
-        poll(lambda: server.rank(0)["state"] == "dead", "rank 0 is shown dead", 20)
+        poll(lambda: server.rank(0)["state"] == "dead", "rank 0 is shown dead")
         assert server.rank(0)["death_cause"]
         assert ask(client, None, stream=True) == texts[0]
     assert server.get("/health").status_code == 200

@@ -28,7 +28,7 @@ def complete(url: str, max_tokens: int = 3) -> requests.Response:
 
 
 def ranks(url: str) -> list[dict[str, Any]]:
-    document: dict[str, Any] = requests.get(f"{url}/status", timeout=10).json()
+    document: dict[str, Any] = requests.get(f"{url}/status", timeout=END_TIMEOUT_S).json()
     rows: list[dict[str, Any]] = document["ranks"]
     return rows
 
@@ -120,20 +120,20 @@ def test_kill_9_of_the_launcher_leaves_no_process_and_the_next_run_removes_its_d
 
 
 def test_killed_front_end_comes_back_on_its_port_and_the_ranks_live_on(marked: MarkedRun, simulated: list[str]) -> None:
-    serve = marked.start(*simulated, "-dp", "2", "--port", "0")
+    serve = marked.start(*simulated, "step_ms=50", "-dp", "2", "--port", "0")
     url = marked.url
-    before = requests.get(f"{url}/status", timeout=10).json()
+    before = requests.get(f"{url}/status", timeout=END_TIMEOUT_S).json()
     begin_endless_request(url)
     os.kill(before["front_ends"][0]["pid"], signal.SIGKILL)
 
     def is_back() -> bool:
         try:
-            return requests.get(f"{url}/ready", timeout=10).status_code == 200
+            return requests.get(f"{url}/ready", timeout=END_TIMEOUT_S).status_code == 200
         except requests.ConnectionError:
             return False
 
     poll_until(is_back, "the front end is back")
-    after = requests.get(f"{url}/status", timeout=10).json()
+    after = requests.get(f"{url}/status", timeout=END_TIMEOUT_S).json()
     assert after["front_ends"][0]["pid"] != before["front_ends"][0]["pid"]
     assert [row["pid"] for row in after["ranks"]] == [row["pid"] for row in before["ranks"]]
     poll_until(lambda: [row["running"] for row in ranks(url)] == [0, 0], "what the dead front end had asked for is dropped")
@@ -149,10 +149,9 @@ def test_rank_without_restarts_left_stays_dead_and_the_other_serves(marked: Mark
     for epoch in (1, 2):
         poll_until(lambda epoch=epoch: (ranks(url)[1]["state"], ranks(url)[1]["epoch"]) == ("ready", epoch), "rank 1 is ready")
         os.kill(ranks(url)[1]["pid"], signal.SIGKILL)
-        poll_until(lambda: ranks(url)[1]["state"] != "ready", "rank 1 is dead")
     marked.until_log_has("rank 1 (epoch 2) died and stays dead")
     assert complete(url).status_code == 200
-    assert requests.get(f"{url}/health", timeout=10).status_code == 200
+    assert requests.get(f"{url}/health", timeout=END_TIMEOUT_S).status_code == 200
     serve.terminate()
     assert serve.wait(END_TIMEOUT_S) == 0
 
@@ -198,8 +197,11 @@ def test_supervisor_passes_on_ready_lines_reports_a_dead_endpoint_and_ends_all(
         "--data-parallel-rpc-port", str(port_range(1)),
     )  # fmt: skip
     by_rank = {ranks(url)[0]["rank"]: url for url in marked.urls(2)}
-    endpoints = [p for p in psutil.Process(serve.pid).children() if "gateway.launch" in p.cmdline()]
-    endpoints[1].kill()
+    front_end = requests.get(f"{by_rank[1]}/status", timeout=END_TIMEOUT_S).json()["front_ends"][0]
+    endpoint = psutil.Process(front_end["pid"]).parent()
+    assert endpoint is not None
+    assert "gateway.launch" in endpoint.cmdline()
+    endpoint.kill()
     marked.until_log_has("the endpoint of rank 1 is gone: process")
     assert complete(by_rank[0]).status_code == 200
     serve.terminate()

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.conftest import wait_for
+from tests.e2e.conftest import ANSWER_TIMEOUT_S, wait_for
 
 Serve = Callable[..., Any]
 Poll = Callable[..., Any]
@@ -39,7 +39,7 @@ async def test_counters_are_those_of_the_endpoint_whoever_answers(serve: Serve, 
             for status in statuses
         )
 
-    await asyncio.to_thread(poll, agrees, "every front end counts 40 requests", 10)
+    await asyncio.to_thread(poll, agrees, "every front end counts 40 requests")
     assert 'request_success_total{engine="0",finished_reason="length"' in server.get("/metrics").text
 
 
@@ -55,7 +55,7 @@ async def test_a_killed_front_end_costs_its_own_connections_only_and_no_counter_
         age_s = next(f["age_s"] for f in status["front_ends"] if f["index"] == 0)
         return age_s > 0 and status["totals"]["requests"] == 20
 
-    await asyncio.to_thread(poll, is_published, "all are counted", 10)
+    await asyncio.to_thread(poll, is_published, "all are counted")
     rank_pid = server.rank(0)["pid"]
     front_ends = {f["index"]: f["pid"] for f in server.status()["front_ends"]}
     os.kill(front_ends[0], signal.SIGKILL)
@@ -64,10 +64,10 @@ async def test_a_killed_front_end_costs_its_own_connections_only_and_no_counter_
         pids = {f["index"]: f["pid"] for f in server.status()["front_ends"]}
         return pids.get(0) not in (None, front_ends[0]) and pids[1] == front_ends[1]
 
-    await asyncio.to_thread(poll, is_replaced, "front end 0 is replaced", 30)
+    await asyncio.to_thread(poll, is_replaced, "front end 0 is replaced")
     answers = await asyncio.gather(*(ask(server.url) for _ in range(20)))
     assert [answer for status, answer in answers if status != 200] == []
-    await asyncio.to_thread(poll, lambda: server.status()["totals"]["requests"] == 40, "no count was lost", 10)
+    await asyncio.to_thread(poll, lambda: server.status()["totals"]["requests"] == 40, "no count was lost")
     assert server.rank(0)["pid"] == rank_pid
     assert server.rank(0)["restarts"] == 0
 
@@ -76,38 +76,45 @@ async def test_a_stopped_front_end_stops_neither_the_others_streams_nor_a_rank(
     serve: Serve, simulated: list[str], poll: Poll
 ) -> None:
     server = serve(*simulated, "step_ms=5", "-dp", "2", "--api-server-count", "2")
-    streams = [asyncio.create_task(ask(server.url, max_tokens=800)) for _ in range(16)]
+    streams: list[asyncio.Task[tuple[int, dict[str, Any]]]] = []
 
-    def in_flight() -> dict[int, int]:
-        return {f["index"]: f["in_flight"] for f in server.status()["front_ends"]}
+    def in_flight() -> Any:
+        """By front end, once each of them has told of what it has: one could have all."""
+        counts = {f["index"]: f["in_flight"] for f in server.status()["front_ends"]}
+        return counts if len(counts) == 2 and sum(counts.values()) == len(streams) else None
 
-    def both_have_some_of_all() -> Any:
-        counts = in_flight()
-        # Of both: the other's row comes a moment later, and one alone could have all.
-        return counts if len(counts) == 2 and sum(counts.values()) == 16 and min(counts.values()) > 0 else None
-
-    counts = await asyncio.to_thread(poll, both_have_some_of_all, "both front ends have streams")
-    stopped = next(f for f in server.status()["front_ends"] if f["index"] == 0)["pid"]
-    os.kill(stopped, signal.SIGSTOP)
+    with server.frozen():
+        counts = {0: 0, 1: 0}
+        while min(counts.values()) == 0:
+            assert len(streams) < 100, counts
+            streams += [asyncio.create_task(ask(server.url, max_tokens=300)) for _ in range(8)]
+            counts = await asyncio.to_thread(poll, in_flight, "all are in flight")
+        stopped = next(f for f in server.status()["front_ends"] if f["index"] == 0)["pid"]
+        os.kill(stopped, signal.SIGSTOP)
     try:
         # The other's go on to their end.
         while sum(stream.done() for stream in streams) < counts[1]:
-            await asyncio.wait_for(asyncio.wait([s for s in streams if not s.done()], return_when=asyncio.FIRST_COMPLETED), 60)
+            going_on = [stream for stream in streams if not stream.done()]
+            await asyncio.wait_for(asyncio.wait(going_on, return_when=asyncio.FIRST_COMPLETED), ANSWER_TIMEOUT_S)
         # A connection that the kernel had given to the stopped one may wait; every other is served, by both ranks.
-        answers = await asyncio.gather(*(asyncio.wait_for(ask(server.url, max_tokens=200), 60) for _ in range(10)))
+        answers = await asyncio.gather(*(asyncio.wait_for(ask(server.url, max_tokens=50), ANSWER_TIMEOUT_S) for _ in range(10)))
         assert [answer for status, answer in answers if status != 200] == []
     finally:
         os.kill(stopped, signal.SIGCONT)
     # What ranks had for the stopped one was kept: its streams are whole, too.
-    ends = await asyncio.wait_for(asyncio.gather(*streams), 60)
-    assert [answer["usage"]["completion_tokens"] for _, answer in ends] == [800] * 16
-    assert [(rank["state"], rank["restarts"]) for rank in server.status()["ranks"]] == [("ready", 0)] * 2
+    ends = await asyncio.wait_for(asyncio.gather(*streams), ANSWER_TIMEOUT_S)
+    assert [answer["usage"]["completion_tokens"] for _, answer in ends] == [300] * len(streams)
+
+    def are_ready() -> bool:
+        return [(rank["state"], rank["restarts"]) for rank in server.status()["ranks"]] == [("ready", 0)] * 2
+
+    await asyncio.to_thread(poll, are_ready, "no rank has come to harm")
 
 
 async def test_an_abort_by_id_reaches_every_front_end_and_so_does_the_load(
     serve: Serve, simulated: list[str], poll: Poll
 ) -> None:
-    server = serve(*simulated, "--api-server-count", "2", "--dev-mode")
+    server = serve(*simulated, "step_ms=20", "--api-server-count", "2", "--dev-mode")
 
     async def ask_with_id() -> str:
         body = {"model": "tiny", "prompt": "one", "ignore_eos": True, "max_tokens": 8000}
@@ -124,27 +131,34 @@ async def test_an_abort_by_id_reaches_every_front_end_and_so_does_the_load(
     body = {"request_ids": ["mine"]}
     async with aiohttp.ClientSession() as session, session.post(f"{server.url}/abort_requests", json=body) as response:
         assert response.status == 200
-    assert await asyncio.wait_for(asyncio.gather(*asked), 30) == ["abort"] * 8, front_ends
+    assert await asyncio.wait_for(asyncio.gather(*asked), ANSWER_TIMEOUT_S) == ["abort"] * 8, front_ends
     await asyncio.to_thread(poll, lambda: server.get("/load").json() == {"server_load": 0}, "nothing is under way")
 
 
 async def test_the_admission_limit_is_one_for_all_front_ends(serve: Serve, simulated: list[str]) -> None:
-    # Six of these take three seconds: all others have come by then, also on a busy machine.
-    server = serve(*simulated, "step_ms=30", "--api-server-count", "2", "--max-num-queued-requests", "6")
-    answers = await asyncio.gather(*(ask(server.url, max_tokens=100) for _ in range(30)))
-    statuses = [status for status, _ in answers]
-    assert set(statuses) == {200, 503}
-    assert statuses.count(200) == 6
+    server = serve(*simulated, "--api-server-count", "2", "--max-num-queued-requests", "6")
+    with server.frozen():
+        waiting = {asyncio.create_task(ask(server.url)) for _ in range(30)}
+        refused: set[asyncio.Task[tuple[int, dict[str, Any]]]] = set()
+        while len(refused) < 24:
+            done, waiting = await asyncio.wait(waiting, timeout=ANSWER_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            assert done, f"{len(refused)} are refused"
+            refused |= done
+    assert {task.result()[0] for task in refused} == {503}
+    assert [status for status, _ in await asyncio.gather(*waiting)] == [200] * 6
 
 
 @pytest.mark.parametrize("num_front_ends", [1, 4])
 async def test_bursts_are_balanced_however_many_front_ends_choose(
-    serve: Serve, simulated: list[str], num_front_ends: int
+    serve: Serve, simulated: list[str], num_front_ends: int, poll: Poll
 ) -> None:
     server = serve(*simulated, "-dp", "3", "--api-server-count", str(num_front_ends))
     burst, before = 200, [0, 0, 0]
     for _ in range(2):
-        answers = await asyncio.gather(*(ask(server.url, prompt=f"prompt {i}", max_tokens=20) for i in range(burst)))
+        with server.frozen():  # a rank that is slower today would get less
+            asking = [asyncio.create_task(ask(server.url, prompt=f"prompt {i}", max_tokens=20)) for i in range(burst)]
+            await asyncio.to_thread(poll, lambda: server.num_in_flight() == burst, "all are in flight")
+        answers = await asyncio.gather(*asking)
         assert [answer for status, answer in answers if status != 200] == []
         counts = await asyncio.to_thread(requests_by_rank, server, sum(before) + burst)
         shares = [now - then for now, then in zip(counts, before, strict=True)]

@@ -16,7 +16,7 @@ from gateway.config import GatewayConfig, ServerConfig
 from gateway.server import RunningServer, ServerState, run_server
 from gateway.testing import FakeEngineClient, Script, says
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @dataclass

@@ -10,7 +10,7 @@ from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class Collector:

@@ -12,7 +12,7 @@ import zmq
 
 from gateway.loop_socket import MAX_FRAMES_PER_TURN, LoopSocket, ipc_address
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 Context = zmq.Context[zmq.Socket[bytes]]

@@ -63,4 +63,4 @@ async def test_another_process_waits_for_the_lock_until_it_is_given_back(tmp_pat
         waiter = asyncio.create_task(enter())
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(entered.wait()), 0.05)
-    await asyncio.wait_for(waiter, 10)
+    await asyncio.wait_for(waiter, 60)

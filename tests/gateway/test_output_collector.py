@@ -15,7 +15,7 @@ from gateway.errors import EngineGenerateError
 from gateway.output_collector import NUM_PLAIN_TOKENS, RequestOutputCollector
 from gateway.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestStats
 
-TIMEOUT_S = 30.0  # of waits that a bug would make endless
+TIMEOUT_S = 60.0  # of waits that a bug would make endless
 DELTA, CUMULATIVE = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
 
 

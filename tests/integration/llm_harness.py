@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from gateway import AsyncLLM, SamplingParams
 from gateway.outputs import RequestOutput
 from gateway.sampling_params import RequestOutputKind
 
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0
+# Of a step, where a test arranges something while requests run: none of 300 tokens ends within a minute.
+SLOW_MS = 200.0
 DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 Start = Callable[..., Awaitable[AsyncLLM]]
 
@@ -28,6 +33,24 @@ def is_idle(llm: AsyncLLM) -> bool:
         and llm.core_client.ledger.num_in_flight == 0
         and all(rank.waiting == rank.running == 0 and rank.kv_cache_usage == 0 for rank in ranks)
     )
+
+
+@contextlib.contextmanager
+def frozen(llm: AsyncLLM) -> Iterator[None]:
+    """No rank gets on in here: what the test arranges meanwhile lasts, however slow or fast the machine is."""
+    pids = [rank.pid for rank in llm.status().ranks if rank.pid is not None]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+async def set_step_ms(llm: AsyncLLM, step_ms: float) -> None:
+    await llm.collective_rpc("set_step_ms", args=[step_ms])
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:

@@ -84,6 +84,12 @@ class RankLauncherContract:
         with tempfile.TemporaryDirectory(prefix="gw-test-", dir="/tmp") as name:
             yield Path(name)
 
+    @pytest.fixture(autouse=True)
+    def no_thread_settings(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whoever runs the tests may have some, and a rank would get them."""
+        for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+            monkeypatch.delenv(name, raising=False)
+
     @pytest.fixture
     async def place(self, directory: Path) -> AsyncIterator[Workplace]:
         place = Workplace(directory)

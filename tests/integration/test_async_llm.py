@@ -18,7 +18,19 @@ from gateway.config import AdmissionConfig, FaultConfig, ObservabilityConfig
 from gateway.errors import EngineDeadError, EngineGenerateError, InvalidRequestError, OverloadedError
 from gateway.outputs import RequestOutput
 from gateway.sampling_params import RequestOutputKind
-from tests.integration.llm_harness import DEADLINE_S, DELTA, FINAL_ONLY, Start, collect, is_idle, params, until
+from tests.integration.llm_harness import (
+    DEADLINE_S,
+    DELTA,
+    FINAL_ONLY,
+    SLOW_MS,
+    Start,
+    collect,
+    frozen,
+    is_idle,
+    params,
+    set_step_ms,
+    until,
+)
 
 
 def ids_of(outputs: list[RequestOutput]) -> list[int]:
@@ -34,9 +46,12 @@ def torch_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_a_hundred_requests_at_once_get_exactly_their_tokens(start: Start, kind: RequestOutputKind) -> None:
     llm = await start()
     lengths = [1 + 3 * i % 50 for i in range(100)]
-    streams = await asyncio.gather(
-        *(collect(llm, f"prompt {i}", params(n, output_kind=kind), str(i)) for i, n in enumerate(lengths))
-    )
+    with frozen(llm):
+        tasks = [
+            asyncio.create_task(collect(llm, f"prompt {i}", params(n, output_kind=kind), str(i))) for i, n in enumerate(lengths)
+        ]
+        await until(lambda: llm.output_processor.num_unfinished == 100, "all are in flight")
+    streams = await asyncio.gather(*tasks)
     for outputs, length in zip(streams, lengths, strict=True):
         assert sum(len(output.outputs[0].token_ids) for output in outputs) == length
         assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
@@ -53,13 +68,16 @@ async def test_deltas_joined_are_the_final_text(start: Start) -> None:
 
 async def test_cancelled_readers_leave_the_others_exact_and_their_ids_free(start: Start) -> None:
     llm = await start()
-    readers = [
-        asyncio.create_task(collect(llm, f"prompt {i}", params(40, n=3 if i % 20 == 0 else 1, output_kind=FINAL_ONLY), str(i)))
-        for i in range(100)
-    ]
-    await until(lambda: llm.output_processor.num_unfinished >= 100, "all are in flight")
-    for reader in readers[::10]:
-        reader.cancel()
+    with frozen(llm):
+        readers = [
+            asyncio.create_task(
+                collect(llm, f"prompt {i}", params(40, n=3 if i % 20 == 0 else 1, output_kind=FINAL_ONLY), str(i))
+            )
+            for i in range(100)
+        ]
+        await until(lambda: llm.output_processor.num_unfinished == 110, "all are in flight")
+        for reader in readers[::10]:
+            reader.cancel()
     ends = await asyncio.gather(*readers, return_exceptions=True)
     for i, end in enumerate(ends):
         if i % 10 == 0:
@@ -72,7 +90,7 @@ async def test_cancelled_readers_leave_the_others_exact_and_their_ids_free(start
 
 
 async def test_abort_gives_the_reader_its_partial_text_and_an_end(start: Start) -> None:
-    llm = await start(1, step_ms=5)
+    llm = await start(1, step_ms=20)
     outputs: list[RequestOutput] = []
 
     async def read() -> None:
@@ -130,12 +148,13 @@ async def test_a_pinned_request_goes_to_its_rank(start: Start) -> None:
 
 
 async def test_full_admission_refuses_all_or_nothing(start: Start) -> None:
-    llm = await start(1, step_ms=5, admission=AdmissionConfig(max_num_queued_requests=4))
-    reader = asyncio.create_task(collect(llm, "x", params(200, n=3)))
+    llm = await start(1, step_ms=SLOW_MS, admission=AdmissionConfig(max_num_queued_requests=4))
+    reader = asyncio.create_task(collect(llm, "x", params(300, n=3)))
     await until(lambda: llm.output_processor.num_unfinished == 3, "three sequences are in flight")
     with pytest.raises(OverloadedError, match="at most 4"):
         await collect(llm, "x", params(5, n=2))
     assert len(await collect(llm, "x", params(1))) == 1
+    await set_step_ms(llm, 1.0)
     await reader
     assert llm.status().totals.rejected == 1
 
@@ -227,7 +246,7 @@ async def test_plugged_in_stat_loggers_hear_of_requests_although_statistics_are_
 
 
 async def test_without_failover_a_killed_rank_fails_its_requests_after_their_last_token_and_no_others(start: Start) -> None:
-    llm = await start(2, step_ms=3, fault_tolerance=FaultConfig(engine_restarts=0, failover=False))
+    llm = await start(2, step_ms=SLOW_MS, fault_tolerance=FaultConfig(engine_restarts=0, failover=False))
     tokens: dict[int, int] = {}
 
     async def read(i: int, rank: int) -> int:
@@ -240,6 +259,8 @@ async def test_without_failover_a_killed_rank_fails_its_requests_after_their_las
     pid = llm.status().ranks[0].pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
+    await until(lambda: llm.status().ranks[0].state == "dead", "its death is seen")
+    await set_step_ms(llm, 1.0)
     ends = await asyncio.wait_for(asyncio.gather(*readers, return_exceptions=True), DEADLINE_S)
     assert ends[1::2] == [300, 300, 300]
     for end in ends[::2]:
@@ -247,7 +268,7 @@ async def test_without_failover_a_killed_rank_fails_its_requests_after_their_las
         assert end.rank == 0
         assert "rank 0" in str(end)
     assert not llm.errored
-    assert [rank.state for rank in llm.status().ranks] == ["dead", "ready"]
+    await until(lambda: [rank.state for rank in llm.status().ranks] == ["dead", "ready"], "the other is ready")
     with pytest.raises(OverloadedError):
         await read(7, 0)
 
@@ -269,8 +290,8 @@ async def test_a_rank_that_cannot_start_is_an_exception_with_its_cause(start: St
 
 
 async def test_launcher_death_is_the_end_of_the_engine(start: Start) -> None:
-    llm = await start(1, step_ms=5)
-    reader = asyncio.create_task(collect(llm, "x", params(4000)))
+    llm = await start(1, step_ms=20)
+    reader = asyncio.create_task(collect(llm, "x", params(8000)))
     await until(lambda: llm.output_processor.num_unfinished == 1, "a request is in flight")
     embedded = llm.core_client.embedded
     assert embedded is not None
@@ -324,7 +345,7 @@ async def test_a_session_goes_on_at_another_rank_when_its_own_dies_between_two_p
 
 
 async def test_leaving_a_session_aborts_its_piece_and_a_session_without_pieces_is_refused(start: Start) -> None:
-    llm = await start(1, step_ms=5)
+    llm = await start(1, step_ms=20)
 
     async def prompt(*pieces: str) -> AsyncIterator[str]:
         for piece in pieces:
@@ -341,8 +362,9 @@ async def test_leaving_a_session_aborts_its_piece_and_a_session_without_pieces_i
 
 
 async def test_a_reader_that_leaves_while_its_request_waits_for_a_restart_leaves_nothing_behind(start: Start) -> None:
-    llm = await start(1, step_ms=5, fault_tolerance=FaultConfig(engine_restarts=1))
-    reader = asyncio.create_task(collect(llm, "x", params(4000)))
+    # Its next life never begins.
+    llm = await start(1, step_ms=20, fault="stall_at_step=0@epoch=2", fault_tolerance=FaultConfig(engine_restarts=1))
+    reader = asyncio.create_task(collect(llm, "x", params(8000)))
     await until(lambda: llm.status().ranks[0].running == 1, "the request runs")
     os.kill(llm.status().ranks[0].pid or 0, signal.SIGKILL)
     await until(lambda: llm.failover.num_waiting == 1, "the request waits")
@@ -366,7 +388,7 @@ async def test_option_that_no_engine_can_read_is_refused_and_not_waited_for(star
 
 
 async def test_program_that_cancels_all_tasks_of_its_loop_gets_errors_and_no_silence(start: Start) -> None:
-    llm = await start()
+    llm = await start(step_ms=20)
     reader = asyncio.create_task(collect(llm, "prompt", params(8000)))
     await until(lambda: llm.output_processor.num_unfinished, "it is in flight")
     next(task for task in asyncio.all_tasks() if task.get_name() == "output-handler").cancel()

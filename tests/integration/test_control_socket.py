@@ -21,7 +21,7 @@ from cores.messages import (
 )
 from gateway.launch.control import ControlSocket
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Place:

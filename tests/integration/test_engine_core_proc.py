@@ -27,6 +27,7 @@ from cores.testing import make_request, make_tiny_model_dir
 from tests.integration.engine_core_harness import DEADLINE_S, EngineHarness
 
 FAST = SimulatedConfig(step_ms=1.0, prefill_us=0.0, seq_us=0.0)
+SLOW = SimulatedConfig(step_ms=50.0)  # what has 1,900 tokens does not end while the test looks
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +75,11 @@ def test_twenty_requests_get_exactly_their_tokens(engine: EngineHarness) -> None
 
 
 def test_an_aborted_request_gets_no_token_from_a_step_that_has_seen_the_abort(engine: EngineHarness) -> None:
-    engine.start_ready(FAST)
+    engine.start_ready(SLOW)
     front_end = engine.front_end
     front_end.add(make_request(1, max_tokens=2000))
     front_end.add(make_request(2, max_tokens=2000))
-    front_end.receive_until(lambda: len(front_end.tokens.get(1, [])) >= 5)
+    front_end.receive_until(lambda: len(front_end.tokens.get(1, [])) >= 3)
     seq = front_end.abort(1)
     front_end.receive_until(lambda: _last_outputs(engine).command_seq == seq)
     seen_at = _last_outputs(engine).step
@@ -103,7 +104,7 @@ def test_garbage_frames_are_dropped_and_told_of(engine: EngineHarness) -> None:
     assert len(front_end.tokens[1]) == 3
     engine.shut_down(10.0)
     assert engine.wait_exit() == 0
-    assert engine.stderr().count("dropped a frame from front end 0") == 1  # told once a second at most
+    assert 1 <= engine.stderr().count("dropped a frame from front end 0") < 6  # told once a second at most
 
 
 def test_two_front_ends_with_the_same_handles_are_kept_apart(directory: Path, model: Path) -> None:
@@ -125,7 +126,7 @@ def test_two_front_ends_with_the_same_handles_are_kept_apart(directory: Path, mo
 
 
 def test_a_front_end_that_comes_back_finds_an_engine_that_has_forgotten_its_predecessor(engine: EngineHarness) -> None:
-    first_ready = engine.start_ready(FAST)
+    first_ready = engine.start_ready(SLOW)
     for handle in (1, 2):
         engine.front_end.add(make_request(handle, max_tokens=2000))
     engine.front_end.receive_until(lambda: len(engine.front_end.tokens) == 2)
@@ -164,7 +165,7 @@ def test_heartbeats_go_on_through_a_stall_and_show_no_progress(engine: EngineHar
 
 
 def test_shutdown_drains_refuses_new_requests_and_says_goodbye_last(engine: EngineHarness) -> None:
-    engine.start_ready(FAST)
+    engine.start_ready(SLOW)
     front_end = engine.front_end
     front_end.add(make_request(1, max_tokens=300))
     front_end.receive_until(lambda: 1 in front_end.tokens)
@@ -176,6 +177,7 @@ def test_shutdown_drains_refuses_new_requests_and_says_goodbye_last(engine: Engi
             break
     assert front_end.finished[handle].reason is FinishReason.ABORT
     assert front_end.tokens[handle] == []
+    front_end.call("collective_rpc", "set_step_ms", [0.0])
     assert front_end.receive_one(EngineCoreDead) == EngineCoreDead(RankId(0, 1), "")
     assert front_end.finished[1].reason is FinishReason.LENGTH
     assert len(front_end.tokens[1]) == 300
@@ -184,7 +186,7 @@ def test_shutdown_drains_refuses_new_requests_and_says_goodbye_last(engine: Engi
 
 
 def test_shutdown_aborts_what_has_not_ended_in_time(engine: EngineHarness) -> None:
-    engine.start_ready(FAST)
+    engine.start_ready(SLOW)
     front_end = engine.front_end
     for handle in (1, 2):
         front_end.add(make_request(handle, max_tokens=1900))
@@ -197,7 +199,7 @@ def test_shutdown_aborts_what_has_not_ended_in_time(engine: EngineHarness) -> No
 
 
 def test_sigterm_ends_requests_and_process_without_draining(engine: EngineHarness) -> None:
-    engine.start_ready(FAST)
+    engine.start_ready(SLOW)
     front_end = engine.front_end
     front_end.add(make_request(1, max_tokens=1900))
     front_end.receive_until(lambda: 1 in front_end.tokens)
@@ -259,7 +261,7 @@ def test_sigterm_while_loading_ends_it(engine: EngineHarness) -> None:
 
 @pytest.mark.parametrize("fault", ["", "stall_at_step=2"])
 def test_the_launchers_death_ends_it_even_in_a_stall(engine: EngineHarness, fault: str) -> None:
-    engine.start_ready(SimulatedConfig(step_ms=1.0, fault=fault))
+    engine.start_ready(SimulatedConfig(step_ms=20.0, fault=fault))
     engine.front_end.add(make_request(1, max_tokens=1900))
     engine.front_end.receive_until(lambda: 1 in engine.front_end.tokens)
     assert engine.process is not None

@@ -11,7 +11,7 @@ from cores.pooling_params import PoolingParams
 from gateway import AsyncLLM
 from gateway.errors import EngineGenerateError, InvalidRequestError, OverloadedError
 from gateway.outputs import PoolingRequestOutput
-from tests.integration.llm_harness import Start, collect, params, until
+from tests.integration.llm_harness import Start, collect, frozen, params, until
 
 
 async def embed(llm: AsyncLLM, prompt: str, request_id: str = "r", rank: int | None = None) -> PoolingRequestOutput:
@@ -37,18 +37,23 @@ async def test_a_vector_is_the_same_on_every_rank_and_its_prompt_is_counted(star
 
 
 async def test_a_request_for_a_vector_can_fail_alone_be_cancelled_and_be_ended_by_a_pause(start: Start) -> None:
-    llm = await start(1, step_ms=50, fault="fail_request_at_token=1@epoch=1", engine_settings={"runner": "pooling"})
+    # Of 8,000 tokens in four steps, or longer than the engine needs to read two commands that are there already.
+    llm = await start(1, step_ms=200, fault="fail_request_at_token=1@epoch=1", engine_settings={"runner": "pooling"})
     with pytest.raises(EngineGenerateError, match="simulated fault"):
         await embed(llm, "x")
-    cancelled = asyncio.create_task(embed(llm, "word " * 8000))
-    await until(lambda: llm.output_processor.num_unfinished == 1, "it is in flight")
-    cancelled.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await cancelled
+    with frozen(llm):
+        cancelled = asyncio.create_task(embed(llm, "word " * 8000))
+        await until(lambda: llm.output_processor.num_unfinished == 1, "it is in flight")
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
     await until(lambda: llm.status().ranks[0].running == llm.status().ranks[0].waiting == 0, "its rank knows")
-    paused = asyncio.create_task(embed(llm, "word " * 8000))
-    await until(lambda: llm.output_processor.num_unfinished == 1, "it is in flight")
-    await llm.pause_generation()
+    with frozen(llm):
+        paused = asyncio.create_task(embed(llm, "word " * 8000))
+        await until(lambda: llm.output_processor.num_unfinished == 1, "it is in flight")
+        pausing = asyncio.create_task(llm.pause_generation())
+        await until(lambda: bool(llm.core_client._utilities._pending), "it is asked to pause")
+    await pausing
     with pytest.raises(OverloadedError, match="abort"):
         await paused
     await llm.resume_generation()

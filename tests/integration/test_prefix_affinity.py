@@ -15,7 +15,7 @@ from cores.sampling_params import SamplingParams
 from gateway import AsyncLLM
 from gateway.config import BalancerConfig, FaultConfig
 from gateway.outputs import RequestOutput
-from tests.integration.llm_harness import FINAL_ONLY, Start, collect, params, until
+from tests.integration.llm_harness import FINAL_ONLY, Start, collect, frozen, params, until
 
 POLICY = BalancerConfig(load_balancing_policy="prefix_affinity")
 ANSWER = params(20, output_kind=FINAL_ONLY)
@@ -57,7 +57,11 @@ async def test_chats_stay_where_their_history_is_and_spread_over_all_ranks(start
     chats = [Chat(llm, seed) for seed in range(9)]
     for turn in range(4):
         before = [len(chat.tokens) for chat in chats]
-        await asyncio.gather(*(chat.turn() for chat in chats))
+        turns = [asyncio.create_task(chat.turn()) for chat in chats]
+        if not turn:
+            with frozen(llm):  # at the first turn all choose by what was booked, and not by who is done already
+                await until(lambda: llm.output_processor.num_unfinished == len(chats), "all have chosen")
+        await asyncio.gather(*turns)
         if turn:
             for chat, num_tokens in zip(chats, before, strict=True):
                 assert chat.num_cached[-1] >= (num_tokens - 10) // BLOCK * BLOCK - BLOCK

@@ -22,7 +22,7 @@ from cores.structured_outputs import check_matcher, compile_grammar, load_gramma
 from cores.testing import ManualClock, make_request
 from tests.cores.runner.torch_engine import Engine
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 PROMPT = [5, 6, 7, 8, 9]
 PERSON = {
     "type": "object",

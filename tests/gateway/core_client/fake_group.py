@@ -31,7 +31,7 @@ from gateway.core_client import AsyncMPClient, core_client_class
 from gateway.core_client.base import FrontEndPlace, RanksChanged, Received, SentRequest
 from gateway.launch.control import ControlSocket
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class FakeEngine:

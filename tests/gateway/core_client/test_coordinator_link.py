@@ -13,7 +13,7 @@ from cores.codec import decode, encode
 from cores.messages import GroupLoads, MemberLeft, MemberReport, RankId, RankLoad
 from gateway.core_client.coordinator_link import CoordinatorLink
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 RANKS = ((RankId(1, 1), "ready", RankLoad(num_waiting=3)),)
 
 Context = zmq.Context[zmq.Socket[bytes]]

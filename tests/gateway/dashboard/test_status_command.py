@@ -22,7 +22,7 @@ from gateway.dashboard.feed import Reading, StatusFeed, exit_code, parse
 from gateway.dashboard.live import watch
 from gateway.status import RankStatus
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def free_url() -> str:

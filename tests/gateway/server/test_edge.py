@@ -14,7 +14,7 @@ from gateway.errors import DeadlineExceededError, EngineDeadError, OverloadedErr
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello?"}]}
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 async def answer_to(served: Any, data: bytes) -> tuple[bytes, bytes]:

@@ -20,7 +20,7 @@ ANSWER = "Hello, big world"
 
 @asynccontextmanager
 async def client_of(served: Any, api_key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=api_key, max_retries=0, timeout=20) as client:
+    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=api_key, max_retries=0, timeout=60) as client:
         yield client
 
 
@@ -176,5 +176,5 @@ async def test_closing_a_stream_aborts_its_request(serve: Any) -> None:
         stream = await task
         await anext(aiter(stream))
         await stream.close()
-        await asyncio.wait_for(request.ended.wait(), 20)
+        await asyncio.wait_for(request.ended.wait(), 60)
     assert served.engine.aborted == [request.request_id]
