@@ -134,15 +134,13 @@ class DispatchQueue:
             return None
 
     def _book(self, queued: _Queued, choice: Choice) -> None:
-        request, num_cached_tokens = queued.request, choice.num_cached_tokens
-        num_tokens = request.num_prompt_tokens - num_cached_tokens
-        self._ledger.book(queued.handle, choice.rank_id, num_tokens, request.keys_after(num_cached_tokens))
+        self._ledger.book(queued.handle, choice.rank_id, *queued.request.new_on(choice.rank_id))
 
     def _any_has_room(self, rank_ids: Collection[RankId], now: float) -> bool:
         return any(self._has_room(rank_id, now) for rank_id in rank_ids)
 
     def _has_room(self, rank_id: RankId, now: float) -> bool:
-        return has_room(self._ledger.view(rank_id, now), self._num_front_ends)
+        return has_room(self._ledger.view(rank_id), self._num_front_ends)
 
     def _remove(self, queued: _Queued) -> None:
         index = bisect_left(self._queue, queued.place, key=_place)

@@ -23,15 +23,14 @@ Each change costs the same however many requests are booked: sums are kept, and 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
 
-from balancer.load import RankView
+from balancer.load import SEQUENCE_TOKENS, RankView
 from balancer.prefix_index import PrefixIndex
 from cores.block_hash import BlockKey
 from cores.messages import RankId, RankLoad
-
-VIEW_REUSE_S = 0.1  # a report's age in a view may be this much too small: it matters from seconds on
 
 
 class UnknownRankIdError(LookupError):
@@ -56,126 +55,118 @@ class _Booking:
 
 @dataclass(slots=True)
 class _Account:
-    """One rank's last report beside our bookings there."""
+    """One rank's last report beside our bookings there, and the view of both."""
 
     rank_id: RankId
-    max_num_batched_tokens: int
-    max_num_seqs: int
+    view: RankView
     step: int = -1
     command_seq: int = 0
     load: RankLoad = field(default_factory=RankLoad)
-    reported_at: float | None = None
     live: dict[int, _Booking] = field(default_factory=dict)
     num_booked_tokens: int = 0
-    # Live bookings that the report does not contain.
-    num_unreported: int = 0
-    num_unreported_tokens: int = 0
     # Aborted ones that the report contains, and whose abort it does not: by whether they had their first token.
     num_ghosts_waiting: int = 0
     num_ghosts_running: int = 0
     unreported: deque[_Booking] = field(default_factory=deque)  # sent, by number; dead ones are passed over when they come up
     aborts: deque[_Booking] = field(default_factory=deque)  # aborted and not yet reported so, by number of the abort
-    # A decision looks at every rank and changes one, so most views are as they were: None after a change.
-    last_view: RankView | None = None
-    viewed_at: float = 0.0
 
-    def book(self, booking: _Booking) -> None:
-        self.live[booking.handle] = booking
-        self.num_booked_tokens += booking.num_prompt_tokens
-        self._count_unreported(booking, +1)
-        self.last_view = None
+    def book(self, handle: int, num_prompt_tokens: int) -> None:
+        self.live[handle] = _Booking(handle, num_prompt_tokens)
+        self.num_booked_tokens += num_prompt_tokens
+        view = self.view
+        view.own_in_flight += 1
+        view.num_unreported += 1
+        view.num_unreported_tokens += num_prompt_tokens
+        view.num_waiting += 1
+        view.num_prefill_tokens += num_prompt_tokens
+        view.load_tokens += num_prompt_tokens + SEQUENCE_TOKENS
 
-    def on_sent(self, booking: _Booking, seq: int) -> None:
-        last_seq = self.unreported[-1].seq if self.unreported else None
-        if seq <= (last_seq or self.command_seq):
-            raise ValueError(f"{self.rank_id}: command {seq} is not after {last_seq or self.command_seq}")
+    def on_sent(self, handle: int, seq: int) -> None:
+        booking = self.live[handle]
+        last_seq = (self.unreported[-1].seq if self.unreported else None) or self.command_seq
+        if seq <= last_seq:
+            raise ValueError(f"{self.rank_id}: command {seq} is not after {last_seq}")
         if booking.seq is not None:
             raise ValueError(f"request {booking.handle} sent twice, as commands {booking.seq} and {seq}")
         booking.seq = seq
         self.unreported.append(booking)
 
-    def release(self, booking: _Booking, abort_seq: int | None) -> None:
-        del self.live[booking.handle]
+    def release(self, handle: int, abort_seq: int | None) -> None:
+        booking = self.live.pop(handle)
         booking.is_live = False
         self.num_booked_tokens -= booking.num_prompt_tokens
-        is_reported = booking.is_sent_by(self.command_seq)
+        self.view.own_in_flight -= 1
+        is_reported = booking.seq is not None and booking.seq <= self.command_seq
         if not is_reported:
-            self._count_unreported(booking, -1)
+            self._take_off_unreported(booking.num_prompt_tokens)
         if abort_seq is not None and abort_seq > self.command_seq and booking.seq is not None:
             booking.abort_seq = abort_seq
             self.aborts.append(booking)
             if is_reported:
-                self._count_ghost(booking, +1)
-        self.last_view = None
+                self._add_ghost(booking, 1)
+                self._show_load()
 
     def on_report(self, step: int, command_seq: int, load: RankLoad, now: float) -> bool:
         if step < self.step or command_seq < self.command_seq:
             return False
-        self.step, self.command_seq, self.load, self.reported_at = step, command_seq, load, now
+        self.step, self.command_seq, self.load, self.view.reported_at = step, command_seq, load, now
         while self.unreported and self.unreported[0].is_sent_by(command_seq):
             booking = self.unreported.popleft()
             if booking.is_live:
-                self._count_unreported(booking, -1)
+                self._take_off_unreported(booking.num_prompt_tokens)
             elif booking.abort_seq is not None:
-                self._count_ghost(booking, +1)
+                self._add_ghost(booking, 1)
         while self.aborts and self.aborts[0].is_aborted_by(command_seq):
-            self._count_ghost(self.aborts.popleft(), -1)
-        self.last_view = None
+            self._add_ghost(self.aborts.popleft(), -1)
+        self._show_load()
         return True
 
-    def _count_unreported(self, booking: _Booking, sign: int) -> None:
-        self.num_unreported += sign
-        self.num_unreported_tokens += sign * booking.num_prompt_tokens
+    def _take_off_unreported(self, num_tokens: int) -> None:
+        view = self.view
+        view.num_unreported -= 1
+        view.num_unreported_tokens -= num_tokens
+        view.num_waiting -= 1
+        view.num_prefill_tokens -= num_tokens
+        view.load_tokens -= num_tokens + SEQUENCE_TOKENS
 
-    def _count_ghost(self, booking: _Booking, sign: int) -> None:
+    def _add_ghost(self, booking: _Booking, number: int) -> None:
         if booking.has_first_token:
-            self.num_ghosts_running += sign
+            self.num_ghosts_running += number
         else:
-            self.num_ghosts_waiting += sign
+            self.num_ghosts_waiting += number
 
-    def view(self, now: float) -> RankView:
-        view = self.last_view
-        if view is None or now - self.viewed_at > VIEW_REUSE_S:
-            view = self.last_view = self._make_view(now)
-            self.viewed_at = now
-        return view
-
-    def _make_view(self, now: float) -> RankView:
-        load, num_ghosts_running, num_unreported_tokens = self.load, self.num_ghosts_running, self.num_unreported_tokens
+    def _show_load(self) -> None:
+        """All of the view that follows from the report and the ghosts in it."""
+        load, view = self.load, self.view
         # A ghost without a first token was waiting or had its prompt computed: where no one waits it was running.
         num_waiting = load.num_waiting - self.num_ghosts_waiting
-        num_running = load.num_running - num_ghosts_running + (num_waiting if num_waiting < 0 else 0)
-        num_decodes = load.num_decodes - num_ghosts_running
-        return RankView(  # by position, and without `max`: this runs two or three times per decision
-            self.rank_id,
-            (num_waiting if num_waiting > 0 else 0) + self.num_unreported,
-            num_running if num_running > 0 else 0,
-            (load.num_prefill_tokens if load.num_prefill_tokens > 0 else 0) + num_unreported_tokens,
-            self.num_unreported,
-            num_unreported_tokens,
-            num_decodes if num_decodes > 0 else 0,
-            load.num_kv_blocks_used / load.num_kv_blocks if load.num_kv_blocks else 0.0,
-            load.step_ms,
-            load.prefill_tokens_per_s,
-            load.decode_tokens_per_s,
-            self.max_num_batched_tokens,
-            self.max_num_seqs,
-            len(self.live),
-            None if self.reported_at is None else max(0.0, now - self.reported_at),
-        )
+        view.num_waiting = max(0, num_waiting) + view.num_unreported
+        view.num_running = max(0, load.num_running - self.num_ghosts_running + min(0, num_waiting))
+        view.num_prefill_tokens = max(0, load.num_prefill_tokens) + view.num_unreported_tokens
+        view.num_decodes = max(0, load.num_decodes - self.num_ghosts_running)
+        view.kv_cache_usage = load.num_kv_blocks_used / load.num_kv_blocks if load.num_kv_blocks else 0.0
+        view.step_ms = load.step_ms
+        view.prefill_tokens_per_s = load.prefill_tokens_per_s
+        view.decode_tokens_per_s = load.decode_tokens_per_s
+        view.load_tokens = view.in_tokens()
 
     def check_invariants(self) -> None:
         unreported = [b for b in self.live.values() if not b.is_sent_by(self.command_seq)]
         ghosts = [b for b in self.aborts if b.is_sent_by(self.command_seq)]
-        assert self.num_unreported == len(unreported)
-        assert self.num_unreported_tokens == sum(b.num_prompt_tokens for b in unreported)
+        view = self.view
+        assert view.num_unreported == len(unreported)
+        assert view.num_unreported_tokens == sum(b.num_prompt_tokens for b in unreported)
+        assert view.own_in_flight == len(self.live)
+        assert view.load_tokens == view.in_tokens()
         assert self.num_booked_tokens == sum(b.num_prompt_tokens for b in self.live.values())
         assert self.num_ghosts_running == sum(b.has_first_token for b in ghosts)
         assert self.num_ghosts_waiting == len(ghosts) - self.num_ghosts_running
         assert [b.handle for b in self.unreported if b.is_live] == [b.handle for b in unreported if b.seq is not None]
         assert not any(b.is_aborted_by(self.command_seq) or b.is_live for b in self.aborts)
         assert all(b.is_live for b in self.live.values())
-        assert self.last_view in (None, self._make_view(self.viewed_at))
+        shown = replace(view)
+        self._show_load()
+        assert view == shown
 
 
 class LoadLedger:
@@ -187,6 +178,8 @@ class LoadLedger:
     def __init__(self, prefix_index: PrefixIndex | None = None) -> None:
         self.prefix_index = prefix_index
         self._accounts: dict[RankId, _Account] = {}
+        self._asked_for: Collection[RankId] = ()
+        self._answer: list[RankView] = []
         self._account_of: dict[int, _Account] = {}
         self._rank_numbers: set[int] = set()
 
@@ -196,13 +189,12 @@ class LoadLedger:
         *,
         max_num_batched_tokens: int,
         max_num_seqs: int,
-        now: float,
         num_kv_blocks: int | None = None,
     ) -> None:
-        """A rank said that it is ready. `now` starts nothing: without a report there is no age."""
+        """A rank said that it is ready."""
         if rank_id in self._accounts:
             raise ValueError(f"{rank_id} is in the ledger already")
-        self._accounts[rank_id] = _Account(rank_id, max_num_batched_tokens, max_num_seqs)
+        self._accounts[rank_id] = _Account(rank_id, RankView(rank_id, max_num_batched_tokens, max_num_seqs))
         self._rank_numbers.add(rank_id.rank)
         if self.prefix_index is not None:
             self.prefix_index.add_rank(rank_id, num_kv_blocks)
@@ -212,6 +204,7 @@ class LoadLedger:
         account = self._accounts.pop(rank_id, None)
         if account is None:
             return []
+        self._asked_for, self._answer = (), []  # this life's view is not to be had any more
         for handle in account.live:
             del self._account_of[handle]
         if self.prefix_index is not None:
@@ -223,14 +216,13 @@ class LoadLedger:
         if handle in self._account_of:
             raise ValueError(f"request {handle} is booked already, on {self._account_of[handle].rank_id}")
         account = self._account(rank_id)
-        account.book(_Booking(handle, num_prompt_tokens))
+        account.book(handle, num_prompt_tokens)
         self._account_of[handle] = account
         if self.prefix_index is not None:
             self.prefix_index.book(handle, rank_id, block_keys)
 
     def on_sent(self, handle: int, seq: int) -> None:
-        account = self._account_of[handle]
-        account.on_sent(account.live[handle], seq)
+        self._account_of[handle].on_sent(handle, seq)
 
     def on_first_token(self, handle: int) -> None:
         """Makes the view exact after an abort. Output of a request that we released meanwhile may still come: no-op."""
@@ -246,7 +238,7 @@ class LoadLedger:
         account = self._account_of.pop(handle, None)
         if account is None:
             return False
-        account.release(account.live[handle], abort_seq)
+        account.release(handle, abort_seq)
         if self.prefix_index is not None:
             self.prefix_index.release(handle)
         return True
@@ -264,9 +256,15 @@ class LoadLedger:
         account = self._accounts.get(rank_id)
         return [] if account is None else list(account.live)
 
-    def view(self, rank_id: RankId, now: float) -> RankView:
-        account = self._accounts.get(rank_id) or self._account(rank_id)
-        return account.view(now)
+    def view(self, rank_id: RankId) -> RankView:
+        return self._account(rank_id).view
+
+    def views(self, rank_ids: Collection[RankId]) -> Sequence[RankView]:
+        """In rank order. Mostly the same ranks are asked for, and then it is the same answer."""
+        if rank_ids != self._asked_for:
+            self._answer = [self._account(rank_id).view for rank_id in sorted(rank_ids)]
+            self._asked_for = copy(rank_ids)
+        return self._answer
 
     def booked_tokens(self, rank_id: RankId) -> int:
         """Prompt tokens of our live requests there, computed or not; 0 for a rank that is not there."""
@@ -276,7 +274,7 @@ class LoadLedger:
     @property
     def num_unreported_tokens(self) -> int:
         """Prompt tokens of our live requests that no report contains."""
-        return sum(account.num_unreported_tokens for account in self._accounts.values())
+        return sum(account.view.num_unreported_tokens for account in self._accounts.values())
 
     @property
     def num_in_flight(self) -> int:
@@ -292,11 +290,14 @@ class LoadLedger:
         return frozenset(self._rank_numbers)
 
     def _account(self, rank_id: RankId) -> _Account:
-        if rank_id not in self._accounts:
-            raise UnknownRankIdError(
-                f"{rank_id} is not in the ledger; there are {', '.join(map(str, self.rank_ids)) or 'none'}"
-            )
-        return self._accounts[rank_id]
+        account = self._accounts.get(rank_id)
+        if account is None:
+            raise self._unknown(rank_id)
+        return account
+
+    def _unknown(self, rank_id: RankId) -> UnknownRankIdError:
+        there = ", ".join(map(str, self.rank_ids)) or "none"
+        return UnknownRankIdError(f"{rank_id} is not in the ledger; there are {there}")
 
     def check_invariants(self) -> None:
         for account in self._accounts.values():

@@ -28,24 +28,14 @@ class LoadBalancer:
 
         Raises `UnknownRankError` or `NoRankAvailableError`.
         """
-        cached_tokens = self._note_cached_tokens(request)
-        if request.pinned_rank is not None:
-            choice = self._choose_pinned(request.pinned_rank, eligible)
-        elif not eligible:
-            raise NoRankAvailableError("no rank is ready")
-        else:
-            ranks = [self.ledger.view(rank_id, now) for rank_id in sorted(eligible)]
-            choice = self.policy.choose(request, ranks, now)
-        num_cached_tokens = cached_tokens.get(choice.rank_id, 0)
-        return Choice(choice.rank_id, choice.reason, num_cached_tokens) if num_cached_tokens else choice
-
-    def _note_cached_tokens(self, request: RoutingRequest) -> dict[RankId, int]:
-        noted, index = request.cached_tokens, self.ledger.prefix_index
+        index = self.ledger.prefix_index
         if index is not None and request.block_keys:
-            noted.clear()  # a request may be chosen for more than once
-            for rank_id, length in index.longest_prefixes(request.block_keys).items():
-                noted[rank_id] = length * request.tokens_per_key
-        return noted
+            request.cached_tokens = index.longest_prefixes(request.block_keys, request.tokens_per_key)
+        if request.pinned_rank is not None:
+            return self._choose_pinned(request.pinned_rank, eligible)
+        if not eligible:
+            raise NoRankAvailableError("no rank is ready")
+        return self.policy.choose(request, self.ledger.views(eligible), now)
 
     def _choose_pinned(self, pinned_rank: int, eligible: Collection[RankId]) -> Choice:
         for rank_id in eligible:

@@ -13,7 +13,6 @@ from cores.messages import RankId
 class Choice(NamedTuple):
     rank_id: RankId
     reason: str  # one of few words, fit for a log line and a metric's label
-    num_cached_tokens: int = 0  # of the prompt, expected in the rank's cache
 
 
 class Policy(Protocol):

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from cores.block_hash import BlockKey
 from cores.messages import CacheEvents, RankId
@@ -84,19 +85,18 @@ class PrefixIndex:
         del self._by_bit[rank.bit]
         self._all_bits &= ~rank.bit
 
-    def longest_prefixes(self, keys: Sequence[BlockKey]) -> dict[RankId, int]:
-        """How many leading blocks each rank has; ranks that have none are left out."""
+    def longest_prefixes(self, keys: Sequence[BlockKey], tokens_per_key: int = 1) -> dict[RankId, int]:
+        """How long a beginning of them each rank has, in tokens; ranks that have none of it are left out."""
         lengths: dict[RankId, int] = {}
-        alive, length, holders = self._all_bits, 0, self._holders
-        for key in keys:
-            here = alive & holders.get(key, 0)
-            if here != alive:
+        alive, length = self._all_bits, 0
+        for holders in map(self._holders.get, keys, repeat(0)):
+            if alive & holders != alive:
                 if length:
-                    self._note(alive ^ here, length, lengths)
-                if not here:
+                    self._note(alive & ~holders, length, lengths)
+                alive &= holders
+                if not alive:
                     return lengths
-                alive = here
-            length += 1
+            length += tokens_per_key
         if length:
             self._note(alive, length, lengths)
         return lengths
@@ -117,7 +117,8 @@ class PrefixIndex:
         holders, bit = self._holders, rank.bit
         new: Sequence[BlockKey] = keys
         if holders.keys().isdisjoint(keys):  # nobody has any of it, as of most new prompts: no look at each key
-            holders.update(dict.fromkeys(keys, bit))
+            for key in keys:
+                holders[key] = bit
         else:
             new = []
             for key in keys:

@@ -49,11 +49,12 @@ class Bench:
         self._ranks = [RankId(rank, 1) for rank in range(num_ranks)]
         self._command_seqs = dict.fromkeys(self._ranks, 0)
         self._event_seqs = dict.fromkeys(self._ranks, 1)
-        self._in_flight: deque[tuple[int, RankId, Sequence[int]]] = deque()
+        self._in_flight: deque[tuple[int, RankId, RoutingRequest]] = deque()
+        self._ended: list[tuple[int, RankId, RoutingRequest]] = []  # since the last batch
         self._handle = 0
         self._num_to_keep = NUM_IN_FLIGHT_PER_RANK * num_ranks
         for rank_id in self._ranks:
-            self._ledger.add_rank(rank_id, max_num_batched_tokens=8192, max_num_seqs=256, now=0.0)
+            self._ledger.add_rank(rank_id, max_num_batched_tokens=8192, max_num_seqs=256)
             if self._index is not None:
                 history = array("Q", self._history(rank_id.rank))
                 self._index.on_events(CacheEvents(rank_id, 0, True, history, array("Q")))
@@ -79,7 +80,7 @@ class Bench:
             for _ in range(BATCH):
                 self._report(self._rng.choice(self._ranks))
             if self._index is not None and len(self._in_flight) == self._num_to_keep:
-                self._say_what_was_stored(self._index, list(self._in_flight)[:BATCH])
+                self._tell_caches(self._index, list(self._in_flight)[:BATCH])
             started_ns = time.thread_time_ns()
             for request in requests:
                 self._decide(request)
@@ -88,28 +89,33 @@ class Bench:
     def _decide(self, request: RoutingRequest) -> None:
         self._handle += 1
         ledger, handle = self._ledger, self._handle
-        choice = self._balancer.choose(request, self._ranks, handle * 1e-3)
-        rank_id = choice.rank_id
-        num_new_tokens = request.num_prompt_tokens - choice.num_cached_tokens
-        ledger.book(handle, rank_id, num_new_tokens, request.keys_after(choice.num_cached_tokens))
-        self._command_seqs[rank_id] += 1
-        ledger.on_sent(handle, self._command_seqs[rank_id])
-        self._in_flight.append((handle, rank_id, request.block_keys[NUM_KEYS // 2 :]))
+        rank_id = self._balancer.choose(request, self._ranks, handle * 1e-3).rank_id
+        ledger.book(handle, rank_id, *request.new_on(rank_id))
+        self._command_seqs[rank_id] = seq = self._command_seqs[rank_id] + 1
+        ledger.on_sent(handle, seq)
+        self._in_flight.append((handle, rank_id, request))
         if len(self._in_flight) > self._num_to_keep:
-            ledger.release(self._in_flight.popleft()[0])
+            ended = self._in_flight.popleft()
+            ledger.release(ended[0])
+            self._ended.append(ended)
 
     def _report(self, rank_id: RankId) -> None:
         held = len(self._ledger.handles_on(rank_id))
         load = RankLoad(num_running=held, num_decodes=held, num_prefill_tokens=self._rng.randrange(1000), num_kv_blocks=1000)
         self._ledger.on_report(rank_id, self._handle, self._command_seqs[rank_id], load, self._handle * 1e-3)
 
-    def _say_what_was_stored(self, index: PrefixIndex, ending: Sequence[tuple[int, RankId, Sequence[int]]]) -> None:
-        """By requests that are about to end. What they leave is evicted at once, so that the index stays as large as it is."""
+    def _tell_caches(self, index: PrefixIndex, ending: Sequence[tuple[int, RankId, RoutingRequest]]) -> None:
+        """Requests that are about to end have stored their blocks; what ended ones left is evicted, so that the index stays as
+        large as it is."""
+        stored = [(rank_id, array("Q", request.block_keys[NUM_KEYS // 2 :]), array("Q")) for _, rank_id, request in ending]
+        evicted = [
+            (rank_id, array("Q"), array("Q", request.block_keys[NUM_KEYS // 2 :])) for _, rank_id, request in self._ended
+        ]
+        self._ended.clear()
         started_ns = time.thread_time_ns()
-        for _, rank_id, keys in ending:
-            for stored, evicted in ((array("Q", keys), array("Q")), (array("Q"), array("Q", keys))):
-                index.on_events(CacheEvents(rank_id, self._event_seqs[rank_id], False, stored, evicted))
-                self._event_seqs[rank_id] += 1
+        for rank_id, new, gone in (*stored, *evicted):
+            index.on_events(CacheEvents(rank_id, self._event_seqs[rank_id], False, new, gone))
+            self._event_seqs[rank_id] += 1
         self.events_ns += time.thread_time_ns() - started_ns
 
 

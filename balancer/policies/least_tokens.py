@@ -28,8 +28,6 @@ from typing import ClassVar
 from balancer.load import RankView, RoutingRequest
 from balancer.policy import Choice, Rotation, sample_two
 
-SEQUENCE_TOKENS = 32  # in a simulation of four traces 16 to 64 were alike; 1 cost latency per token, 256 cost first tokens
-KV_FREE = 0.8
 RATE_NOISE = 1.5  # the best rate over a rank's own, up to which it says nothing about the rank
 MAX_SLOWNESS = 10.0
 MAX_REPORT_AGE_S = 1.5  # three heartbeats missed
@@ -42,9 +40,9 @@ class LeastTokens:
         self._choice = LeastCost(rng)
 
     def choose(self, request: RoutingRequest, ranks: Sequence[RankView], now: float) -> Choice:
-        best_rate = max([view.prefill_tokens_per_s for view in ranks])
-        costs = [expected_tokens(view, request.num_prompt_tokens, best_rate) for view in ranks]
-        return self._choice.choose(costs, ranks, self.name)
+        num_tokens = request.num_prompt_tokens
+        tokens = [view.load_tokens + num_tokens for view in ranks]
+        return self._choice.choose(tokens, ranks, now, self.name)
 
 
 class LeastCost:
@@ -54,9 +52,11 @@ class LeastCost:
         self._rng = rng
         self._rotation = Rotation(rng)
 
-    def choose(self, costs: Sequence[float], ranks: Sequence[RankView], reason: str) -> Choice:
+    def choose(self, tokens: Sequence[float], ranks: Sequence[RankView], now: float, reason: str) -> Choice:
+        """`tokens` that each rank has to compute before a first token."""
+        costs = at_speed(tokens, ranks)
         winner = ranks[self._rotation.pick_least(costs)]
-        if winner.report_age_s is not None and winner.report_age_s > MAX_REPORT_AGE_S:
+        if winner.reported_at is not None and now - winner.reported_at > MAX_REPORT_AGE_S:
             return self._choose_by_own(ranks)
         return Choice(winner.rank_id, reason)
 
@@ -66,13 +66,14 @@ class LeastCost:
         return Choice(better.rank_id, "old_report")
 
 
-def expected_tokens(view: RankView, num_prompt_tokens: float, best_rate: float) -> float:
-    """What stands between a new request and its first token there, in tokens at the speed of the group's best rank."""
-    tokens: float = view.num_prefill_tokens + num_prompt_tokens + SEQUENCE_TOKENS * (view.num_waiting + view.num_running)
-    if view.kv_cache_usage > KV_FREE:
-        fullness = min(1.0, (view.kv_cache_usage - KV_FREE) / (1.0 - KV_FREE))
-        tokens += view.max_num_batched_tokens * fullness * fullness
-    rate = view.prefill_tokens_per_s
-    if 0.0 < rate * RATE_NOISE < best_rate:
-        tokens *= min(MAX_SLOWNESS, best_rate / rate)
-    return tokens
+def at_speed(tokens: Sequence[float], ranks: Sequence[RankView]) -> Sequence[float]:
+    """What each rank has to do before a first token, in tokens at the speed of the group's best rank."""
+    rates = [view.prefill_tokens_per_s for view in ranks]
+    best = max(rates)
+    if min(rates) * RATE_NOISE >= best:
+        return tokens  # no rank is slow, as nearly always
+    return [number * _slowness(rate, best) for number, rate in zip(tokens, rates, strict=True)]
+
+
+def _slowness(rate: float, best: float) -> float:
+    return min(MAX_SLOWNESS, best / rate) if 0.0 < rate * RATE_NOISE < best else 1.0

@@ -18,22 +18,25 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from balancer.load import RankView, RoutingRequest
-from balancer.policies.least_tokens import LeastCost, expected_tokens
+from balancer.policies.least_tokens import LeastCost
 from balancer.policy import Choice
 
-COMPUTE_WEIGHT = 2.0
+COMPUTE_WEIGHT = 2
 
 
 class PrefixAffinity:
     name: ClassVar[str] = "prefix_affinity"
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, compute_weight: float = COMPUTE_WEIGHT) -> None:
         self._choice = LeastCost(rng)
+        self._weight = compute_weight
 
     def choose(self, request: RoutingRequest, ranks: Sequence[RankView], now: float) -> Choice:
-        best_rate = max([view.prefill_tokens_per_s for view in ranks])
-        num_tokens, num_cached = request.num_prompt_tokens, request.cached_tokens.get
-        costs = [
-            expected_tokens(view, COMPUTE_WEIGHT * (num_tokens - num_cached(view.rank_id, 0)), best_rate) for view in ranks
-        ]
-        return self._choice.choose(costs, ranks, self.name)
+        weight = self._weight
+        own = weight * request.num_prompt_tokens
+        if request.cached_tokens:
+            num_cached = request.cached_tokens.get
+            costs = [view.load_tokens + own - weight * num_cached(view.rank_id, 0) for view in ranks]
+        else:
+            costs = [view.load_tokens + own for view in ranks]
+        return self._choice.choose(costs, ranks, now, self.name)

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from balancer.load import RankView, RoutingRequest
-from balancer.policies.least_tokens import LeastTokens, expected_tokens
+from balancer.policies.least_tokens import LeastTokens, at_speed
 from balancer.policy import Choice
+from cores.messages import RankId
 
 MAX_LEAD = 1.0  # in full steps of the rank: about what a session's cached history may be worth
 _UINT64 = (1 << 64) - 1
@@ -33,22 +34,24 @@ class SessionAffinity:
     def choose(self, request: RoutingRequest, ranks: Sequence[RankView], now: float) -> Choice:
         if request.session_id is None:
             return self._least_tokens.choose(request, ranks, now)
-        best_rate = max([view.prefill_tokens_per_s for view in ranks])
-        costs = [expected_tokens(view, 0, best_rate) for view in ranks]
+        costs = at_speed([view.load_tokens for view in ranks], ranks)
         least = min(costs)
-        session = _number_of(request.session_id)
-        free = [view for view, cost in zip(ranks, costs, strict=True) if cost <= least + MAX_LEAD * view.max_num_batched_tokens]
-        home = max(free, key=lambda view: _weight(session, view.rank_id.rank))
-        return Choice(home.rank_id, self.name)
+        free = [v.rank_id for v, cost in zip(ranks, costs, strict=True) if cost <= least + MAX_LEAD * v.max_num_batched_tokens]
+        return Choice(_first(_number_of(request.session_id), free), self.name)
 
 
 def _number_of(session_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(session_id.encode(), digest_size=8).digest(), "little")
 
 
-def _weight(session: int, rank: int) -> int:
-    """Of a rank in the order of a session: splitmix64's mixing, a fifth of the price of a hash for every rank."""
-    x = (session + (rank + 1) * 0x9E3779B97F4A7C15) & _UINT64
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _UINT64
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _UINT64
-    return x ^ (x >> 31)
+def _first(session: int, ranks: Sequence[RankId]) -> RankId:
+    """In the session's order. A rank's place is splitmix64's mixing of both: a fifth of the price of a hash for every rank."""
+    first, most = ranks[0], -1
+    for rank_id in ranks:
+        x = (session + (rank_id.rank + 1) * 0x9E3779B97F4A7C15) & _UINT64
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _UINT64
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _UINT64
+        x ^= x >> 31
+        if x > most:
+            first, most = rank_id, x
+    return first

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 from balancer.ledger import LoadLedger
@@ -37,11 +37,17 @@ class SnapshotLedger(LoadLedger):
         self._snapshots[rank_id] = load
         return super().on_report(rank_id, step, command_seq, load, now)
 
-    def view(self, rank_id: RankId, now: float) -> RankView:
-        load = self._snapshots.get(rank_id, RankLoad())
+    def view(self, rank_id: RankId) -> RankView:
+        return self._as_published(super().view(rank_id))
+
+    def views(self, rank_ids: Collection[RankId]) -> Sequence[RankView]:
+        return [self._as_published(view) for view in super().views(rank_ids)]
+
+    def _as_published(self, view: RankView) -> RankView:
+        load = self._snapshots.get(view.rank_id, RankLoad())
         return dataclasses.replace(
-            super().view(rank_id, now),
-            num_waiting=load.num_waiting + self._bumps.get(rank_id, 0),
+            view,
+            num_waiting=load.num_waiting + self._bumps.get(view.rank_id, 0),
             num_running=load.num_running,
             num_prefill_tokens=load.num_prefill_tokens,
             num_decodes=load.num_decodes,

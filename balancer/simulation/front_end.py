@@ -24,7 +24,7 @@ class Reporting:
     load_interval_s: float = 0.0  # 0: with every step. Else the state of every multiple of it, as a coordinator publishes it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SimulatedRoutingRequest(RoutingRequest):
     """What a policy may know, and for a baseline that knows everything the request itself."""
 
@@ -61,7 +61,6 @@ class SimulatedFrontEnd:
             rank.rank_id,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
-            now=now,
             num_kv_blocks=config.num_kv_blocks,
         )
         if self.ledger.prefix_index is not None:
@@ -128,8 +127,7 @@ class SimulatedFrontEnd:
     def _dispatch(self, request: SimulatedRequest, eligible: Collection[RankId], now: float) -> None:
         routing = self.routing(request)
         choice = self.balancer.choose(routing, eligible, now)
-        num_new_tokens = routing.num_prompt_tokens - choice.num_cached_tokens
-        self.ledger.book(request.handle, choice.rank_id, num_new_tokens, routing.block_keys)
+        self.ledger.book(request.handle, choice.rank_id, *routing.new_on(choice.rank_id))
         self._send(request, choice.rank_id, now)
 
     def _send(self, request: SimulatedRequest, rank_id: RankId, now: float) -> None:
@@ -153,7 +151,7 @@ class SimulatedFrontEnd:
         """Whether admission is closed."""
         if max_requests is not None and self.ledger.num_in_flight >= max_requests:
             return True
-        num_tokens = 0 if max_tokens is None else sum(self.ledger.view(r, now).num_prefill_tokens for r in self.ledger.rank_ids)
+        num_tokens = 0 if max_tokens is None else sum(self.ledger.view(r).num_prefill_tokens for r in self.ledger.rank_ids)
         return max_tokens is not None and num_tokens >= max_tokens
 
     def abort(self, request: SimulatedRequest, now: float) -> None:

@@ -165,9 +165,7 @@ class AsyncMPClient(EngineCoreClient):
         # Atomic on the loop: choosing, booking and sending must not be split by an await, or a burst would choose alike.
         routing = sent.routing
         choice = self._choose(routing, self._clock())
-        num_new_tokens = routing.num_prompt_tokens - choice.num_cached_tokens
-        new_keys = routing.keys_after(choice.num_cached_tokens)
-        self.ledger.book(sent.request.handle, choice.rank_id, num_new_tokens, new_keys)
+        self.ledger.book(sent.request.handle, choice.rank_id, *routing.new_on(choice.rank_id))
         self._send_booked(sent, choice.rank_id)
         return choice.rank_id
 

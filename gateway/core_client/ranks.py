@@ -143,7 +143,6 @@ class Ranks:
             life.rank_id,
             max_num_batched_tokens=ready.max_num_batched_tokens,
             max_num_seqs=ready.max_num_seqs,
-            now=now,
             num_kv_blocks=ready.num_kv_blocks,
         )
         text = f"epoch {life.rank_id.epoch} is ready on {ready.node}, {ready.device}, pid {ready.pid}"

@@ -7,7 +7,7 @@ from functools import partial
 
 from balancer.ledger import LoadLedger
 from balancer.load_balancer import LoadBalancer
-from balancer.policies import prefix_affinity
+from balancer.policies.prefix_affinity import PrefixAffinity
 from balancer.prefix_index import PrefixIndex
 from balancer.simulation.contenders import Contender, Ranks
 from scripts.experiments.common import CONVERSATION, USUAL, Case, make_scenario, parse_options, print_table, run_cases, seconds
@@ -17,8 +17,7 @@ WEIGHTS = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 16.0)
 
 
 def make_balancer(weight: float, rng: random.Random, num_front_ends: int, ranks: Ranks) -> LoadBalancer:
-    prefix_affinity.COMPUTE_WEIGHT = weight
-    return LoadBalancer(prefix_affinity.PrefixAffinity(rng), LoadLedger(PrefixIndex()))
+    return LoadBalancer(PrefixAffinity(rng, weight), LoadLedger(PrefixIndex()))
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from balancer.ledger import LoadLedger
@@ -31,9 +32,9 @@ class LeakyLedger(LoadLedger):
             self._leaked[rank_id] = self._leaked.get(rank_id, 0) + 1
         return super().release(handle, abort_seq)
 
-    def view(self, rank_id: RankId, now: float) -> RankView:
-        view = super().view(rank_id, now)
-        return replace(view, own_in_flight=view.own_in_flight + self._leaked.get(rank_id, 0))
+    def views(self, rank_ids: Collection[RankId]) -> Sequence[RankView]:
+        views = super().views(rank_ids)
+        return [replace(view, own_in_flight=view.own_in_flight + self._leaked.get(view.rank_id, 0)) for view in views]
 
 
 def sound(rng: random.Random, num_front_ends: int, ranks: Ranks) -> LoadBalancer:

@@ -34,7 +34,7 @@ class Group:
             self.begin_life(rank_id)
 
     def begin_life(self, rank_id: RankId) -> None:
-        self.ledger.add_rank(rank_id, max_num_batched_tokens=STEP, max_num_seqs=64, now=0.0)
+        self.ledger.add_rank(rank_id, max_num_batched_tokens=STEP, max_num_seqs=64)
 
     def eligible(self, lora_name: str | None) -> Collection[RankId]:
         return self.ranks

@@ -104,7 +104,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def begin_life(self, rank: int, epoch: int) -> None:
         self.engines[rank] = Engine(RankId(rank, epoch))
-        self.ledger.add_rank(RankId(rank, epoch), max_num_batched_tokens=STEP_TOKENS, max_num_seqs=8, now=0.0)
+        self.ledger.add_rank(RankId(rank, epoch), max_num_batched_tokens=STEP_TOKENS, max_num_seqs=8)
 
     def live(self) -> list[int]:
         return [handle for handle, sent in self.sent.items() if sent.is_live]
@@ -218,7 +218,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 s for s in ours
                 if s.seq is not None and s.abort_seq is not None and s.seq <= report.command_seq < s.abort_seq
             ]  # fmt: skip
-            view = self.ledger.view(rank_id, now=0.0)
+            view = self.ledger.view(rank_id)
             assert view.num_requests == max(0, len(report.held) - len(ghosts)) + len(newer)
             assert view.num_prefill_tokens == sum(report.held.values()) + sum(s.tokens for s in newer)
             assert view.num_waiting >= len(newer)
@@ -232,7 +232,7 @@ class LedgerMachine(RuleBasedStateMachine):
             here = [handle for handle in live if self.sent[handle].rank_id == engine.rank_id]
             assert sorted(self.ledger.handles_on(engine.rank_id)) == here
             assert self.ledger.booked_tokens(engine.rank_id) == sum(self.sent[handle].tokens for handle in here)
-            assert self.ledger.view(engine.rank_id, now=0.0).own_in_flight == len(here)
+            assert self.ledger.view(engine.rank_id).own_in_flight == len(here)
 
     @invariant()
     def each_request_is_released_at_most_once(self) -> None:
@@ -245,7 +245,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.deliver(engine.report())
             while engine.outputs:
                 self.output_arrives(engine.rank_id.rank)
-            view = self.ledger.view(engine.rank_id, now=0.0)
+            view = self.ledger.view(engine.rank_id)
             load = engine.report().load
             assert (view.num_waiting, view.num_running, view.num_decodes) == (
                 load.num_waiting,

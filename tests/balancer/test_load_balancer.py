@@ -16,7 +16,7 @@ RANKS = [RankId(rank, 1) for rank in range(4)]
 def make_balancer(policy: str = "round_robin", ranks: list[RankId] = RANKS) -> LoadBalancer:
     ledger = LoadLedger()
     for rank_id in ranks:
-        ledger.add_rank(rank_id, max_num_batched_tokens=8192, max_num_seqs=256, now=0.0)
+        ledger.add_rank(rank_id, max_num_batched_tokens=8192, max_num_seqs=256)
     return LoadBalancer(make_policy(policy, random.Random(7)), ledger)
 
 

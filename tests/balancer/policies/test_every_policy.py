@@ -24,7 +24,7 @@ EVEN = [*LOAD_AWARE, "round_robin"]
 def make_balancer(policy: str, num_ranks: int, seed: int = 7) -> LoadBalancer:
     ledger = LoadLedger()
     for rank in range(num_ranks):
-        ledger.add_rank(RankId(rank, 1), max_num_batched_tokens=8192, max_num_seqs=256, now=0.0)
+        ledger.add_rank(RankId(rank, 1), max_num_batched_tokens=8192, max_num_seqs=256)
     return LoadBalancer(make_policy(policy, random.Random(seed)), ledger)
 
 
@@ -50,7 +50,7 @@ views = st.builds(
     step_ms=st.floats(0, 1000),
     prefill_tokens_per_s=st.floats(0, 1e6),
     own_in_flight=st.integers(0, 500),
-    report_age_s=st.none() | st.floats(0, 1e4),
+    reported_at=st.none() | st.floats(-1e4, 0),
 )
 
 

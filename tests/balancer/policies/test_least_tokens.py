@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-from balancer.load import RankView
+from balancer.load import SEQUENCE_TOKENS, RankView
 from balancer.policies.least_tokens import (
     MAX_REPORT_AGE_S,
     MAX_SLOWNESS,
     RATE_NOISE,
-    SEQUENCE_TOKENS,
     LeastTokens,
-    expected_tokens,
 )
 from balancer.policy import Choice
 from balancer.testing import make_request, make_view
@@ -64,8 +62,7 @@ def test_nearly_full_cache_repels_and_a_half_full_one_does_not() -> None:
 
 
 def test_full_cache_costs_one_full_step() -> None:
-    idle = expected_tokens(make_view(), 100, best_rate=0.0)
-    assert expected_tokens(make_view(kv_cache_usage=1.0), 100, best_rate=0.0) == idle + 8192
+    assert make_view(kv_cache_usage=1.0).in_tokens() == make_view().in_tokens() + 8192
 
 
 def test_straggler_is_avoided_while_others_are_idle() -> None:
@@ -103,18 +100,18 @@ def test_rank_without_a_measured_rate_is_taken_for_a_good_one() -> None:
 
 def test_old_report_of_the_winner_widens_the_choice_to_our_own_counts() -> None:
     """Looks idle in a report that everyone has: half of the front ends would go there. Our own requests are known exactly."""
-    stale = make_view(0, report_age_s=MAX_REPORT_AGE_S + 0.1, own_in_flight=9)
+    stale = make_view(0, reported_at=-MAX_REPORT_AGE_S - 0.1, own_in_flight=9)
     fresh = make_view(1, num_waiting=4, num_prefill_tokens=5_000, own_in_flight=2)
     assert choose(stale, fresh) == Choice(RankId(1, 1), "old_report")
 
 
 def test_old_reports_spread_over_all_ranks() -> None:
-    ranks = [make_view(rank, report_age_s=10.0, num_waiting=rank, own_in_flight=0) for rank in range(8)]
+    ranks = [make_view(rank, reported_at=-10.0, num_waiting=rank, own_in_flight=0) for rank in range(8)]
     policy = LeastTokens(random.Random(7))
     counts = Counter(policy.choose(make_request(), ranks, 0.0).rank_id.rank for _ in range(800))
     assert min(counts[rank] for rank in range(8)) > 60
 
 
 def test_old_report_of_a_busy_rank_does_not_disturb_the_others() -> None:
-    ranks = [make_view(0), make_view(1, report_age_s=10.0, num_waiting=9, num_prefill_tokens=9_000)]
+    ranks = [make_view(0), make_view(1, reported_at=-10.0, num_waiting=9, num_prefill_tokens=9_000)]
     assert choose(*ranks) == Choice(RankId(0, 1), "least_tokens")

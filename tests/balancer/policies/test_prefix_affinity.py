@@ -52,7 +52,7 @@ def test_without_a_prefix_the_least_tokens_win() -> None:
 
 
 def test_old_report_of_the_rank_with_the_prefix_widens_the_choice() -> None:
-    stale = make_view(0, report_age_s=MAX_REPORT_AGE_S + 1, own_in_flight=5)
+    stale = make_view(0, reported_at=-MAX_REPORT_AGE_S - 1, own_in_flight=5)
     assert choose(stale, make_view(1), num_prompt_tokens=2000, cached={0: 1900}) == Choice(RankId(1, 1), "old_report")
 
 
@@ -70,20 +70,21 @@ class Group:
             self.begin_life(RankId(rank, 1))
 
     def begin_life(self, rank_id: RankId) -> None:
-        self.ledger.add_rank(rank_id, max_num_batched_tokens=8192, max_num_seqs=64, now=0.0, num_kv_blocks=1000)
+        self.ledger.add_rank(rank_id, max_num_batched_tokens=8192, max_num_seqs=64, num_kv_blocks=1000)
 
     def request(self, prompt: list[int], salt: str | None = None, pinned_rank: int | None = None) -> RoutingRequest:
         keys = prefix_keys(prompt, BLOCK_SIZE, root_hash(None, salt))
         return make_request(len(prompt), block_keys=keys, tokens_per_key=TOKENS_PER_KEY, pinned_rank=pinned_rank)
 
-    def send(self, prompt: list[int], salt: str | None = None, pinned_rank: int | None = None) -> tuple[int, Choice]:
+    def send(self, prompt: list[int], salt: str | None = None, pinned_rank: int | None = None) -> tuple[int, RankId, int]:
+        """Its handle, its rank, and how many tokens are booked there for it."""
         request = self.request(prompt, salt, pinned_rank)
         choice = self.balancer.choose(request, self.ledger.rank_ids, now=0.0)
         self.last_handle += 1
-        num_new = len(prompt) - choice.num_cached_tokens
-        self.ledger.book(self.last_handle, choice.rank_id, num_new, request.block_keys)
+        num_new, new_keys = request.new_on(choice.rank_id)
+        self.ledger.book(self.last_handle, choice.rank_id, num_new, new_keys)
         self.ledger.on_sent(self.last_handle, self.last_handle)
-        return self.last_handle, choice
+        return self.last_handle, choice.rank_id, num_new
 
     def compute(self, handle: int, prompt: list[int], seq: int = 0) -> None:
         """The rank has stored the prompt's blocks and has nothing to do."""
@@ -98,63 +99,62 @@ class Group:
 
 def test_second_turn_follows_the_first_and_books_only_what_is_new() -> None:
     group, history = Group(4), list(range(1000))
-    handle, first = group.send(history)
+    handle, first, _ = group.send(history)
     group.compute(handle, history)
-    _, second = group.send([*history, *range(50)])
-    assert second.rank_id == first.rank_id
-    assert second.num_cached_tokens == 15 * TOKENS_PER_KEY
-    assert group.ledger.num_unreported_tokens == 1050 - second.num_cached_tokens
+    _, second, num_new = group.send([*history, *range(50)])
+    assert second == first
+    assert num_new == 1050 - 15 * TOKENS_PER_KEY
+    assert group.ledger.num_unreported_tokens == num_new
     group.ledger.check_invariants()
 
 
 def test_burst_of_equal_prompts_meets_before_anything_is_computed() -> None:
     """As do the n sequences of one request."""
     group, prompt = Group(4), list(range(1000))
-    assert len({group.send(prompt)[1].rank_id for _ in range(8)}) == 1
+    assert len({group.send(prompt)[1] for _ in range(8)}) == 1
     assert group.ledger.num_unreported_tokens == 1000 + 7 * (1000 - 15 * TOKENS_PER_KEY)
 
 
 def test_burst_of_different_prompts_spreads() -> None:
     group = Group(4)
-    counts = Counter(group.send(list(range(1000 * i, 1000 * i + 1000)))[1].rank_id.rank for i in range(1, 13))
+    counts = Counter(group.send(list(range(1000 * i, 1000 * i + 1000)))[1].rank for i in range(1, 13))
     assert counts == {0: 3, 1: 3, 2: 3, 3: 3}
 
 
 def test_one_hot_prompt_does_not_drown_its_rank() -> None:
     """Ten thousand equal prompts in flight: each costs its rank a place and its last tokens, until another is quicker."""
     group, prompt = Group(4), list(range(400))
-    counts = Counter(group.send(prompt)[1].rank_id.rank for _ in range(2000))
+    counts = Counter(group.send(prompt)[1].rank for _ in range(2000))
     assert min(counts[rank] for rank in range(4)) > 400
 
 
 def test_prompt_with_another_salt_sees_nothing() -> None:
     group, prompt = Group(2), list(range(1000))
     group.send(prompt, salt="a")
-    _, other = group.send(prompt, salt="b")
-    assert other.num_cached_tokens == 0
+    _, _, num_new = group.send(prompt, salt="b")
+    assert num_new == 1000
 
 
 def test_pinned_request_is_booked_by_what_it_will_compute() -> None:
     group, prompt = Group(2), list(range(1000))
-    _, first = group.send(prompt, pinned_rank=1)
-    _, second = group.send(prompt, pinned_rank=1)
-    assert (first, second) == (Choice(RankId(1, 1), "pinned"), Choice(RankId(1, 1), "pinned", 960))
+    sent = [group.send(prompt, pinned_rank=1)[1:] for _ in range(2)]
+    assert sent == [(RankId(1, 1), 1000), (RankId(1, 1), 40)]
 
 
 def test_after_a_restart_nobody_counts_on_the_old_cache() -> None:
     group, history = Group(2), list(range(1000))
-    handle, first = group.send(history)
+    handle, first, _ = group.send(history)
     group.compute(handle, history)
-    group.ledger.remove_rank(first.rank_id)
-    group.begin_life(RankId(first.rank_id.rank, 2))
-    _, second = group.send([*history, *range(50)])
-    assert second.num_cached_tokens == 0
+    group.ledger.remove_rank(first)
+    group.begin_life(RankId(first.rank, 2))
+    _, _, num_new = group.send([*history, *range(50)])
+    assert num_new == 1050
 
 
 @pytest.mark.parametrize("how", ["finish", "abort"])
 def test_releases_leave_no_expectation(how: str) -> None:
     group = Group(2)
-    handle, _ = group.send(list(range(1000)))
+    handle, _, _ = group.send(list(range(1000)))
     group.ledger.release(handle, abort_seq=99 if how == "abort" else None)
     assert group.ledger.prefix_index is not None
     assert group.ledger.prefix_index.num_blocks == 0

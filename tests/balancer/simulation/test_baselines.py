@@ -28,12 +28,12 @@ def routing(request: SimulatedRequest) -> SimulatedRoutingRequest:
 
 def test_a_snapshot_erases_what_was_counted_since_the_last() -> None:
     ledger, rank_id = SnapshotLedger(bump=2), RankId(0, 1)
-    ledger.add_rank(rank_id, max_num_batched_tokens=8192, max_num_seqs=256, now=0.0)
+    ledger.add_rank(rank_id, max_num_batched_tokens=8192, max_num_seqs=256)
     ledger.book(1, rank_id, 100)
     ledger.on_sent(1, 1)
-    assert ledger.view(rank_id, 0.0).num_waiting == 2
+    assert ledger.view(rank_id).num_waiting == 2
     ledger.on_report(rank_id, 1, 0, RankLoad(num_running=3), 0.1)
-    view = ledger.view(rank_id, 0.1)
+    view = ledger.view(rank_id)
     assert (view.num_waiting, view.num_running, view.own_in_flight) == (0, 3, 1)
 
 

@@ -150,7 +150,7 @@ class WatchedSimulation(Simulation):
         super()._wake_later(front_end)
         for request in front_end.queued[:LOOK_AHEAD]:
             choice = front_end.balancer.choose(front_end.routing(request), self._eligible, 0.0)
-            assert front_end.ledger.view(choice.rank_id, 0.0).num_requests > 0
+            assert front_end.ledger.view(choice.rank_id).num_requests > 0
             self.num_looks += 1
 
 

@@ -42,10 +42,10 @@ async def test_an_aborted_request_is_no_load_any_more_whatever_the_last_report_s
     assert isinstance(sent, AddRequest)
     await engine.say(group.outputs(rank_id, 0, handle, command_seq=sent.seq))
     await group.received()
-    view = group.client.ledger.view(rank_id, group.clock())
+    view = group.client.ledger.view(rank_id)
     assert (view.num_requests, view.num_decodes) == (1, 1)
     group.client.abort_requests([handle])
-    view = group.client.ledger.view(rank_id, group.clock())
+    view = group.client.ledger.view(rank_id)
     assert (view.num_requests, view.num_decodes) == (0, 0)
 
 
