@@ -1,10 +1,7 @@
-"""Engine cores behind ZMQ: transport, handshake, heartbeats and utility calls. What follows from it is in `ranks`.
+"""Engine cores behind ZMQ: requests and calls go out, outputs, loads and signs of life come in. What follows of them for the
+ranks is in `ranks`, what they travel over in `rank_link`.
 
-Theory of operation
--------------------
-The client binds a ROUTER (commands out, `EngineReady` in) and a PULL (everything else in). A rank says `EngineReady` on the
-ROUTER once it has loaded; from then on it is addressed by the identity of that life, so that a command for a dead life cannot
-reach its successor. All that the output handler is to know goes through one queue, in the order in which it came.
+All that the output handler is to know goes through one queue, in the order in which it came.
 """
 
 from __future__ import annotations
@@ -24,8 +21,7 @@ from balancer.load import RoutingRequest
 from balancer.policy import Choice
 from balancer.rank_health import RankState
 from cores import messages as m
-from cores.codec import CodecError, Message, decode, encode
-from cores.log import is_worth_a_line
+from cores.codec import Message
 from gateway.config import GatewayConfig
 from gateway.core_client.base import (
     EngineCoreClient,
@@ -36,13 +32,14 @@ from gateway.core_client.base import (
 )
 from gateway.core_client.group_view import GroupView
 from gateway.core_client.launcher_link import LauncherLink
+from gateway.core_client.orders import Orders
 from gateway.core_client.rank import RankLife
+from gateway.core_client.rank_link import RankLink
 from gateway.core_client.ranks import Ranks
 from gateway.core_client.utility_calls import UtilityCalls, count_survivors
 from gateway.embedded import EmbeddedLauncher, start_embedded_launcher
 from gateway.errors import EngineDeadError, InvalidRequestError
 from gateway.event_log import EventLog
-from gateway.loop_socket import LoopSocket, ipc_address
 from gateway.status import RankStatus
 
 logger = logging.getLogger(__name__)
@@ -63,7 +60,6 @@ class AsyncMPClient(EngineCoreClient):
         ledger: LoadLedger | None = None,
     ) -> None:
         self.ledger = ledger or LoadLedger()
-        self.num_malformed_frames = 0
         self.num_stale_frames = 0
         self.on_shutdown: Callable[[float], None] = lambda timeout_s: None  # the launcher's order; set by the front end
         self.on_abort: Callable[[str], None] = lambda request_id: None  # another front end was asked to; set by `AsyncLLM`
@@ -72,19 +68,17 @@ class AsyncMPClient(EngineCoreClient):
         self.place = place
         self._clock = clock
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._commands = LoopSocket(self._context, zmq.ROUTER, self._on_command_socket)
-        self._outputs = LoopSocket(self._context, zmq.PULL, self._on_output_socket)
+        self._rank_link = RankLink(self._context, self._on_first_word, self._on_message)
         self._received: asyncio.Queue[Received] = asyncio.Queue()
         self.ranks = Ranks(
             config, place.index, place.life, self.ledger, clock,
-            put=self._received.put_nowait, tell_launcher=self._tell_launcher, read_all=self._outputs.drain_now,
+            put=self._received.put_nowait, tell_launcher=self._tell_launcher, read_all=self._rank_link.read_all,
             on_serving=self._on_serving,
         )  # fmt: skip
+        self._orders = Orders(self._tell_launcher)
         self.link = LauncherLink(
-            self._context, self.ranks.on_group_state, self._on_shutdown, self._on_abort, self._on_order_done
+            self._context, self.ranks.on_group_state, self._on_shutdown, self._on_abort, self._orders.on_done
         )
-        self._orders: dict[int, asyncio.Future[None]] = {}  # given to the launcher and not answered yet, by id
-        self._last_order = 0
         self._group: GroupView | None = None
         if config.parallel.has_others:
             self._group = GroupView(config.parallel, self._context, place.url, self.ranks.report, clock)
@@ -101,16 +95,13 @@ class AsyncMPClient(EngineCoreClient):
         if self._group is not None:
             self._group.start()
         place = self.place
-        input_address = self._commands.bind(ipc_address(place.run_directory, f"fe{place.index}-in"))
-        output_address = self._outputs.bind(ipc_address(place.run_directory, f"fe{place.index}-out"))
-        self._commands.start()
-        self._outputs.start()
+        addresses = self._rank_link.start(place.run_directory, place.index)
         control_address = place.control_address
         if control_address is None:
             self.embedded = await start_embedded_launcher(self._config, place.run_directory)
             control_address = self.embedded.control_address
         self.link.start(control_address, place.index)
-        self.link.send(m.FrontEndHello(place.index, os.getpid(), input_address, output_address))
+        self.link.send(m.FrontEndHello(place.index, os.getpid(), *addresses))
         self._ticker = asyncio.create_task(self._tick(), name="core-client-ticker")
         self._ticker.add_done_callback(self._on_ticker_done)
         await self._wait_until_ready()
@@ -142,17 +133,15 @@ class AsyncMPClient(EngineCoreClient):
             self._ticker.cancel()
         if self._group is not None:
             self._group.close()
-        for done in self._orders.values():
-            if not done.done():
-                done.set_exception(EngineDeadError("the engine client was shut down"))
+        self._orders.fail_all(EngineDeadError("the engine client was shut down"))
         self.ranks.close()
         self._utilities.fail_all(EngineDeadError("the engine client was shut down"))
         try:
             if self.embedded is not None:
                 await self.embedded.stop()
         finally:
-            for socket in (self._commands, self._outputs, self.link):
-                socket.close()
+            self._rank_link.close()
+            self.link.close()
             self._context.term()
 
     # --- requests out -------------------------------------------------------------------------------------------------
@@ -227,15 +216,7 @@ class AsyncMPClient(EngineCoreClient):
         self._sent.pop(handle, None)
 
     def _send(self, life: RankLife, command: Callable[[int], m.Command]) -> int:
-        """Sends one command and returns its sequence number, which counts only if the send succeeds."""
-        seq = life.last_seq + 1
-        frame = encode(command(seq))
-        try:
-            self._commands.send([life.rank_id.identity, frame])
-        except zmq.ZMQError as error:
-            raise EngineDeadError(f"{life.rank_id} cannot be reached: {error}", life.rank_id.rank, str(error)) from error
-        life.last_seq = seq
-        return seq
+        return self._rank_link.send(life, command)
 
     # --- utilities ----------------------------------------------------------------------------------------------------
 
@@ -249,26 +230,9 @@ class AsyncMPClient(EngineCoreClient):
         return {rank_id.rank: result for rank_id, result in zip(rank_ids, results, strict=True)}
 
     async def order(self, action: str, *, rank: int = 0, size: int = 0, drain_timeout_s: float = 0.0) -> None:
-        self._last_order += 1
-        order = m.GroupOrder(self._last_order, action, rank, size, drain_timeout_s)
-        done = self._orders[order.order_id] = asyncio.get_running_loop().create_future()
-        try:
-            self.link.send(order)
-            await done  # the launcher bounds every order, and whoever sees it end ends us
-        finally:
-            del self._orders[order.order_id]
-
-    def _on_order_done(self, answer: m.GroupOrderDone) -> None:
-        done = self._orders.get(answer.order_id)
-        if done is None or done.done():
-            return  # its caller has left
-        if answer.error is None:
-            done.set_result(None)
-        elif answer.error_kind == "failed":
-            done.set_exception(EngineDeadError(answer.error, cause=answer.error))
-        else:
-            status = 404 if answer.error_kind == "unknown rank" else 409
-            done.set_exception(InvalidRequestError(answer.error, status=status))
+        await self._orders.give(action, rank, size, drain_timeout_s)
+        # The launcher's word of a rank may be here before the rank's own: what is asked next is to find it as ordered.
+        await self.ranks.until_heard(READY_MARGIN_S)
 
     async def call_utility_on(
         self, rank_ids: Sequence[m.RankId], method: str, *args: Any, timeout_s: float | None = None
@@ -295,21 +259,8 @@ class AsyncMPClient(EngineCoreClient):
     async def get_received(self) -> Received:
         return await self._received.get()
 
-    def _decode(self, frame: bytes) -> Any:
-        try:
-            return decode(frame)
-        except CodecError as error:
-            self.num_malformed_frames += 1
-            if is_worth_a_line(self.num_malformed_frames):
-                logger.warning("dropped a malformed frame (%d so far): %s", self.num_malformed_frames, error)
-            return None
-
-    def _on_command_socket(self, frames: list[bytes]) -> None:
-        identity, *rest = frames
-        message = self._decode(rest[-1]) if rest else None
-        if not isinstance(message, m.EngineReady):
-            return
-        if not self.ranks.on_engine_ready(identity, message):
+    def _on_first_word(self, identity: bytes, ready: m.EngineReady) -> None:
+        if not self.ranks.on_engine_ready(identity, ready):
             self.num_stale_frames += 1
 
     def _on_serving(self, life: RankLife) -> None:
@@ -332,10 +283,7 @@ class AsyncMPClient(EngineCoreClient):
     def _on_room(self) -> None:
         """Something has happened that may have made room on a rank. Overridden where requests wait for it."""
 
-    def _on_output_socket(self, frames: list[bytes]) -> None:
-        message = self._decode(frames[-1])
-        if message is None:
-            return
+    def _on_message(self, message: Message) -> None:
         rank = self.ranks.living(getattr(message, "rank_id", None))
         if rank is None:
             self.num_stale_frames += 1
@@ -392,8 +340,7 @@ class AsyncMPClient(EngineCoreClient):
         while True:
             await asyncio.sleep(TICK_INTERVAL_S)
             self.link.poke()
-            self._outputs.poke()
-            self._commands.poke()
+            self._rank_link.poke()
             now = self._clock()
             # A pause of our own proves nothing about ranks: what they said meanwhile is still to be read, once.
             was_late = now - looked_s >= MAX_TICK_S and not was_late
@@ -412,6 +359,10 @@ class AsyncMPClient(EngineCoreClient):
             self.ranks.fail(f"the core client's ticker ended: {error!r}")
 
     # --- what it looks like -------------------------------------------------------------------------------------------
+
+    @property
+    def num_malformed_frames(self) -> int:
+        return self._rank_link.num_malformed
 
     @property
     def events(self) -> EventLog:

@@ -36,6 +36,7 @@ class RankLife:
     health: RankHealth
     ready: EngineReady | None = None
     last_seq: int = 0  # of the commands sent to it
+    is_up: bool = False  # the launcher has heard that it is ready
     is_leaving: bool = False  # it ends by an operator's order
     has_told_idle: bool = False  # it drains, and the launcher knows that we have nothing on it
     load: RankLoad = field(default_factory=RankLoad)

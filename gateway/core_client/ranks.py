@@ -11,6 +11,7 @@ life: what has arrived is read, then `EngineDied` is queued behind it, and every
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 
@@ -26,6 +27,8 @@ from gateway.event_log import EventLog
 from gateway.status import RankStatus
 
 logger = logging.getLogger(__name__)
+
+_UNHEARD = (RankState.STARTING, RankState.RESTARTING)
 
 
 class Ranks:
@@ -63,6 +66,7 @@ class Ranks:
             int, tuple[bytes, m.EngineReady]
         ] = {}  # first words of ranks that are not known yet, the latest of each
         self._preparations: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()  # replaced by a new one at every change of a life
         self._closed = False
 
     def __iter__(self) -> Iterator[Rank]:
@@ -148,6 +152,7 @@ class Ranks:
         text = f"epoch {life.rank_id.epoch} is ready on {ready.node}, {ready.device}, pid {ready.pid}"
         self.events.add("ready", life.rank_id.rank, text, now, life.rank_id.epoch)
         self._check_all_ready()
+        self._note_change()
         self.note_eligible()
         self._on_serving(life)
 
@@ -157,6 +162,18 @@ class Ranks:
         if not eligible <= self._last_eligible:
             self._put(RanksChanged())
         self._last_eligible = eligible
+
+    async def until_heard(self, timeout_s: float) -> None:
+        """Returns when every rank that the launcher calls ready takes requests from here, too, or has died; or after
+        `timeout_s`: how it is then, its state says."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while any(life.is_up and life.health.state in _UNHEARD for life in self.lives):
+                    await self._changed.wait()
+
+    def _note_change(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     def _check_all_ready(self) -> None:
         """A rank that the launcher has given up is not waited for by a front end that starts later."""
@@ -200,7 +217,9 @@ class Ranks:
                 self._read_all()  # what the rank still said comes before the news of its death
                 self.declare_dead(life.rank_id, record.cause or "unknown cause", tell_launcher=False)
             life.health.on_launcher_state(record.state, now)
+            life.is_up = record.state in ("ready", "draining")
         self.tell_idle()
+        self._note_change()
         self.note_eligible()
         self._check_all_ready()
         if group.failed is not None and self.failure is None:
@@ -238,6 +257,7 @@ class Ranks:
         now, headline = self._clock(), cause.partition("\n")[0]
         rank.life.health.on_dead(now, headline)
         rank.on_death(headline, now)
+        self._note_change()
         is_by_order = rank.life.is_leaving
         end, num_held = "ended" if is_by_order else "died", len(self._ledger.handles_on(rank_id))
         text = f"{end} with {num_held} requests in flight: {headline}"

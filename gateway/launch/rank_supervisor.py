@@ -62,6 +62,7 @@ class _Life:
     front_ends: dict[int, FrontEndAddress] = field(default_factory=dict)  # that it knows, by index
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     is_stuck: bool = False  # it will not end by itself
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)  # an operator wants its successor at once
     idle_at: set[int] = field(default_factory=set)  # front ends that have no request on it, and send none, while it drains
     death: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -191,8 +192,16 @@ class RankSupervisor:
                 del self._lives[rank]
             if not isinstance(verdict, Restart):
                 break
-            await self._sleep(verdict.delay_s)
+            await self._wait_for_next_life(life, verdict.delay_s)
         return cause
+
+    async def _wait_for_next_life(self, life: _Life, delay_s: float) -> None:
+        waits = {asyncio.ensure_future(self._sleep(delay_s)), asyncio.create_task(life.hurry.wait())}
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     async def _live(self, life: _Life) -> str:
         """One life, from the start of its process to the first proof of its death. Returns the cause."""
@@ -289,16 +298,18 @@ class RankSupervisor:
             self._note_change()
 
     async def restart(self, rank: int, drain_timeout_s: float) -> None:
-        """Returns when its next life is ready."""
-        epoch = self._ledger.epoch(rank)
+        """Returns when its next life is ready. One that has died already gets it at once, or has it."""
+        epoch = self._ledger.epoch(rank) + (self._ledger.state(rank) != "restarting")
         if self._ledger.is_down(rank):
             self._ledger.revive(rank)
             self._begin_task(rank)
-        else:
+        elif self._ledger.state(rank) == "dead":
+            self._lives[rank].hurry.set()
+        elif self._ledger.state(rank) != "restarting":
             self._ledger.leave(rank, "restart")
             await self._end_when_idle(rank, "restarted by an operator", drain_timeout_s)
         ends = ("ready", "draining", "dead")
-        await self._until(lambda: self._ledger.epoch(rank) > epoch and self._ledger.state(rank) in ends)
+        await self._until(lambda: self._ledger.epoch(rank) >= epoch and self._ledger.state(rank) in ends)
         if self._ledger.state(rank) == "dead":
             raise OrderError(f"rank {rank} ended and did not come back: {self._ledger.cause(rank)}", "failed")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -65,10 +64,8 @@ async def test_rolling_restart_and_scaling_under_load_lose_no_request(serve: Ser
     server = serve(*simulated[:-1], "step_ms=10", "-dp", "2", "--api-server-count", "2")
     load = Load(server.url)
     async with load.running():
-        status, output = await operate(server.url, "restart", "all", "--drain-timeout", "0.1")
-        # The front end that answers may hear the rank itself a moment later than the launcher's word of it.
-        assert re.fullmatch(r"rank 0: \w+, epoch 2\nrank 1: \w+, epoch 2\n", output), output
-        assert status == 0
+        restarted = "rank 0: ready, epoch 2\nrank 1: ready, epoch 2\n"
+        assert await operate(server.url, "restart", "all", "--drain-timeout", "0.1") == (0, restarted)
         assert await operate(server.url, "scale", "4") == (0, "Scaled to 4 data parallel engines\n")
         assert await operate(server.url, "drain", "0") == (0, "rank 0: draining, epoch 2\n")
         assert await operate(server.url, "scale", "1", "--drain-timeout", "0.1") == (0, "Scaled to 1 data parallel engines\n")
@@ -85,9 +82,7 @@ async def test_the_only_rank_is_restarted_and_requests_wait_for_it(serve: Serve,
     server = serve(*simulated[:-1], "step_ms=10", "--engine-restarts", "0")
     load = Load(server.url)
     async with load.running():
-        status, output = await operate(server.url, "restart", "0", "--drain-timeout", "0")
-        assert re.fullmatch(r"rank 0: \w+, epoch 2\n", output), output
-        assert status == 0
+        assert await operate(server.url, "restart", "0", "--drain-timeout", "0") == (0, "rank 0: ready, epoch 2\n")
     assert load.problems == []
     status, output = await operate(server.url, "scale", "2")
     assert status == 1

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cores.codec import Message, encode
+from cores.codec import Message, decode, encode
 from cores.messages import (
     AbortRequests,
     AddRequest,
@@ -78,7 +78,7 @@ class Stage:
     def deliver(self, *messages: Message) -> None:
         """As one poll of the output socket brings them: the loop gets no turn in between."""
         for message in messages:
-            self.group.client._on_output_socket([encode(message)])
+            self.group.client._on_message(decode(encode(message)))
 
     async def until(self, condition: Callable[[], object]) -> None:
         await self.group.until(condition)

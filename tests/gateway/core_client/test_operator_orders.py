@@ -103,6 +103,29 @@ async def test_an_order_is_answered_by_the_launcher(
         assert caught.value.status == status
 
 
+async def test_an_order_is_done_when_this_front_end_has_heard_the_rank_itself(group: FakeGroup) -> None:
+    ordering = asyncio.create_task(group.client.order("restart", rank=0))
+    await group.until(lambda: any(isinstance(message, GroupOrder) for message in group.said))
+    group.tell_state(RankRecord(0, 2, "ready"), READY[1])
+    group.tell(GroupOrderDone(1))
+    await group.until(lambda: group.state(0) == "starting")
+    await group.until(lambda: not group.client._orders._open)  # the launcher's answer is here
+    assert not ordering.done()
+    await group.begin_life(RankId(0, 2))
+    await ordering
+    assert group.state(0) == "ready"
+
+
+async def test_an_order_is_done_when_the_rank_that_is_waited_for_has_died(group: FakeGroup) -> None:
+    ordering = asyncio.create_task(group.client.order("restart", rank=0))
+    await group.until(lambda: any(isinstance(message, GroupOrder) for message in group.said))
+    group.tell_state(RankRecord(0, 2, "ready"), READY[1])
+    group.tell(GroupOrderDone(1))
+    group.tell_state(RankRecord(0, 2, "dead", "no memory"), READY[1])
+    await ordering
+    assert group.state(0) == "dead"
+
+
 async def test_an_order_under_way_ends_with_the_client(group: FakeGroup) -> None:
     ordering = asyncio.create_task(group.client.order("drain", rank=0))
     await group.until(lambda: any(isinstance(message, GroupOrder) for message in group.said))

@@ -79,6 +79,26 @@ async def test_a_rank_that_dies_while_it_drains_is_restarted_as_ordered(group: O
     assert await group.answer(order) is None
 
 
+async def test_a_restart_does_not_wait_for_the_backoff_of_a_rank_that_has_died(group: Operated) -> None:
+    group.may_wake.clear()
+    group.launcher.lives[RankId(1, 1)].end("killed by signal 9")
+    await group.until(lambda: group.sleeps == [1.0])
+    order = group.order("restart", rank=1)
+    await group.come_up(1, epoch=2)
+    assert await group.answer(order) is None
+    assert group.ranks() == {0: "ready", 1: "ready", 2: "ready"}
+
+
+async def test_a_restart_of_a_rank_that_is_restarting_waits_until_it_is_ready(group: Operated) -> None:
+    group.launcher.lives[RankId(1, 1)].end("killed by signal 9")
+    await group.until(lambda: group.ranks()[1] == "restarting")
+    order = group.order("restart", rank=1)
+    await group.until(lambda: 1 in group.operations._busy)
+    await group.come_up(1, epoch=2)
+    assert await group.answer(order) is None
+    assert RankId(1, 3) not in group.launcher.lives
+
+
 async def test_a_second_order_for_a_rank_waits_its_turn_by_being_refused(group: Operated) -> None:
     first = group.order("restart", rank=1)
     await group.until(lambda: group.ranks()[1] == "draining")

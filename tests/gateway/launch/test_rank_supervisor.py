@@ -69,6 +69,8 @@ class Group:
         self.states: list[GroupState] = []
         self.failures: list[str] = []
         self.sleeps: list[float] = []
+        self.may_wake = asyncio.Event()  # from a sleep; set, if the test does not say otherwise
+        self.may_wake.set()
         self.ledger = GroupLedger(range(num_ranks), max_restarts)
         self.supervisor = RankSupervisor(self.ledger, self.launcher, self.states.append, self.failures.append, self._sleep)
         self.plan = RankPlan(EngineConfig(), "ipc://control", (FRONT_END,), 1, 0, ready_timeout_s)
@@ -76,6 +78,7 @@ class Group:
 
     async def _sleep(self, delay_s: float) -> None:
         self.sleeps.append(delay_s)
+        await self.may_wake.wait()
 
     def start(self) -> None:
         self.supervisor.start(self.plan, tuple(range(self._num_ranks)))
