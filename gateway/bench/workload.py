@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-TRACE_BLOCK_TOKENS = 512  # what one entry of a trace's `hash_ids` stands for
+from balancer.simulation.trace import HASH_ID_TOKENS, TraceRequest
 
 # Enough text to find the ids of some hundred ordinary tokens.
 SAMPLE_TEXT = """
@@ -32,17 +30,7 @@ class PlannedRequest:
 
 
 class WorkloadError(ValueError):
-    """A trace that cannot be used. Names the file and line."""
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRow:
-    """One line of a trace in Mooncake's format."""
-
-    timestamp_s: float
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...] = ()  # equal beginnings stand for equal prompts
+    """Arguments that say no workload."""
 
 
 def synthetic(
@@ -52,55 +40,20 @@ def synthetic(
     return [PlannedRequest(tuple(rng.choices(token_pool, k=input_len)), output_len) for _ in range(num_prompts)]
 
 
-def from_trace(token_pool: Sequence[int], rows: Iterable[TraceRow], rng: random.Random) -> list[PlannedRequest]:
-    """Prompts that share prefixes where the trace's did, at the trace's times from its first row on."""
-    rows = list(rows)
-    start_s = rows[0].timestamp_s if rows else 0.0
+def from_trace(token_pool: Sequence[int], trace: Iterable[TraceRequest], rng: random.Random) -> list[PlannedRequest]:
+    """Prompts that share prefixes where the trace's did, at the trace's times."""
     blocks: dict[int, list[int]] = {}
     planned = []
-    for row in rows:
+    for row in trace:
         ids: list[int] = []
         for hash_id in row.hash_ids:
             if hash_id not in blocks:
-                blocks[hash_id] = rng.choices(token_pool, k=TRACE_BLOCK_TOKENS)
+                blocks[hash_id] = rng.choices(token_pool, k=HASH_ID_TOKENS)
             ids += blocks[hash_id]
-        ids = ids[: row.input_length]
-        ids += rng.choices(token_pool, k=row.input_length - len(ids))
-        planned.append(PlannedRequest(tuple(ids), row.output_length, row.timestamp_s - start_s))
+        ids = ids[: row.num_prompt_tokens]
+        ids += rng.choices(token_pool, k=row.num_prompt_tokens - len(ids))
+        planned.append(PlannedRequest(tuple(ids), row.num_output_tokens, row.arrival_s))
     return planned
-
-
-def read_trace(path: Path, num_rows: int | None = None) -> list[TraceRow]:
-    """JSON lines with `timestamp` (ms), `input_length`, `output_length` and perhaps `hash_ids`. Raises `WorkloadError`."""
-    rows: list[TraceRow] = []
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if num_rows is not None and len(rows) >= num_rows:
-                    break
-                if line.strip():
-                    rows.append(_parse_row(f"{path}, line {number}", line))
-    except (OSError, UnicodeDecodeError) as error:
-        raise WorkloadError(f"cannot read the trace {path}: {error}") from error
-    if not rows:
-        raise WorkloadError(f"the trace {path} has no rows")
-    return rows
-
-
-def _parse_row(where: str, line: str) -> TraceRow:
-    try:
-        row = json.loads(line)
-        parsed = TraceRow(
-            timestamp_s=float(row["timestamp"]) / 1000,
-            input_length=int(row["input_length"]),
-            output_length=int(row["output_length"]),
-            hash_ids=tuple(int(hash_id) for hash_id in row.get("hash_ids", ())),
-        )
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise WorkloadError(f"{where}: a row needs timestamp, input_length and output_length as numbers ({error!r})") from None
-    if parsed.input_length < 1 or parsed.output_length < 1:
-        raise WorkloadError(f"{where}: input_length and output_length must be at least 1")
-    return parsed
 
 
 def with_poisson_arrivals(planned: Sequence[PlannedRequest], rate_per_s: float, rng: random.Random) -> list[PlannedRequest]:

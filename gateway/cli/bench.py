@@ -14,14 +14,13 @@ from typing import Any
 
 import uvloop
 
+from balancer.simulation.trace import TraceError, TraceRequest, load_trace, spread_buckets
 from gateway.bench.client import BenchClient, EndpointError, RequestResult, run_load
 from gateway.bench.summary import summarise
 from gateway.bench.workload import (
     PlannedRequest,
-    TraceRow,
     WorkloadError,
     from_trace,
-    read_trace,
     synthetic,
     with_poisson_arrivals,
     without_arrivals,
@@ -45,7 +44,10 @@ def add_parser(subparsers: Any) -> None:
         "--dataset",
         type=Path,
         metavar="TRACE.jsonl",
-        help="trace with timestamp (ms), input_length, output_length and hash_ids",
+        help="trace with timestamp (ms), input_length, output_length and hash_ids; or Azure's CSV",
+    )
+    parser.add_argument(
+        "--bursts", action="store_true", help="keep a trace's stamps that come in buckets (default: spread evenly)"
     )
     parser.add_argument("--input-len", type=_positive, metavar="I", help="tokens per prompt, without a dataset (default: 128)")
     parser.add_argument("--output-len", type=_positive, metavar="O", help="tokens per answer, without a dataset (default: 128)")
@@ -81,10 +83,10 @@ def run(args: argparse.Namespace) -> int:
     progress = _Progress(results)
     try:
         _check(args)
-        rows = read_trace(args.dataset, args.num_prompts) if args.dataset is not None else None
+        trace = read_trace(args) if args.dataset is not None else None
         with contextlib.suppress(KeyboardInterrupt):  # what has been measured is still worth a summary
-            uvloop.run(_measure(args, rows, progress))
-    except (WorkloadError, EndpointError) as error:
+            uvloop.run(_measure(args, trace, progress))
+    except (WorkloadError, TraceError, EndpointError) as error:
         print(f"gateway bench: {error}", file=sys.stderr)
         return EXIT_USAGE
     finally:
@@ -103,20 +105,26 @@ def _check(args: argparse.Namespace) -> None:
         raise WorkloadError("say how requests come: --rate R or --concurrency C (a --dataset alone keeps its own times)")
 
 
-async def _measure(args: argparse.Namespace, rows: list[TraceRow] | None, progress: _Progress) -> None:
+def read_trace(args: argparse.Namespace) -> list[TraceRequest]:
+    """As the simulator takes it, so that both can be compared."""
+    trace = load_trace(args.dataset, args.num_prompts)
+    return trace if args.bursts else spread_buckets(trace)
+
+
+async def _measure(args: argparse.Namespace, trace: list[TraceRequest] | None, progress: _Progress) -> None:
     api_key = args.api_key or os.environ.get("GATEWAY_API_KEY")
     async with BenchClient(args.url, api_key=api_key, chat=args.chat, timeout_s=args.timeout) as client:
         model = args.model or await client.first_model()
-        planned = plan(args, rows, await client.token_pool(model))
+        planned = plan(args, trace, await client.token_pool(model))
         progress.num_planned = len(planned)
         await run_load(client, model, planned, progress.add, concurrency=args.concurrency, temperature=args.temperature)
 
 
-def plan(args: argparse.Namespace, rows: list[TraceRow] | None, token_pool: list[int]) -> list[PlannedRequest]:
+def plan(args: argparse.Namespace, trace: list[TraceRequest] | None, token_pool: list[int]) -> list[PlannedRequest]:
     """The requests that the arguments ask for."""
     rng = random.Random(args.seed)
-    if rows is not None:
-        planned = from_trace(token_pool, rows, rng)
+    if trace is not None:
+        planned = from_trace(token_pool, trace, rng)
     else:
         num_prompts = args.num_prompts or DEFAULT_NUM_PROMPTS
         planned = synthetic(token_pool, num_prompts, args.input_len or 128, args.output_len or 128, rng)

@@ -76,6 +76,18 @@ async def test_a_trace_is_replayed_with_its_lengths_and_shared_prefixes(serve: A
     assert sorted(request.params.max_tokens for request in (one, other)) == [3, 4]
 
 
+@pytest.mark.parametrize(("words", "arrivals_s"), [((), [0.0, 1.5, 3.0, 4.5]), (("--bursts",), [0.0, 0.0, 3.0, 3.0])])
+def test_stamps_in_buckets_are_spread_as_in_the_simulator_unless_bursts_are_wanted(
+    tmp_path: Path, words: tuple[str, ...], arrivals_s: list[float]
+) -> None:
+    rows = [{"timestamp": stamp, "input_length": 5, "output_length": 1} for stamp in (0, 0, 3000, 3000)]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["bench", "--dataset", str(tmp_path / "t.jsonl"), *words])
+    assert [request.at_s for request in command.plan(args, command.read_trace(args), [1, 2])] == arrivals_s
+
+
 async def test_failed_requests_are_counted_by_reason(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
     def script(request: FakeRequest) -> None:
         number = len(served.engine.requests)
