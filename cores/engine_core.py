@@ -66,7 +66,7 @@ class EngineCore:
         )
         self.loras = LoraOperations(runner, self._scheduler, max_loras)
         self.cache_watch = CacheWatch(rank_id, kv_cache.record_changes, kv_cache.cached_landmarks)
-        self._times = StepTimes()
+        self._times = StepTimes(decodes="generate" in info.supported_tasks)
         self._ended: list[tuple[int, int, Finished]] = []  # (client, handle, how) of requests that ended outside a step
         self.operations = Operations(
             rank_id, self._scheduler, runner, self.abort_all, lambda: self.has_requests or bool(self._ended), config.profile_dir

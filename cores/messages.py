@@ -390,7 +390,7 @@ class RankDied:
 class AbortElsewhere:
     """Somebody asked this front end to abort the requests of that id; the launcher tells the others."""
 
-    request_id: str
+    request_id: str | None  # None: all that no rank has yet
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,10 @@ MIN_SHARE = 0.5  # of the time for prompt tokens, beside that of a step without,
 
 
 class StepTimes:
-    def __init__(self) -> None:
+    def __init__(self, decodes: bool = True) -> None:
+        """An engine that never `decodes` has no steps without prompt tokens: all of a step's time is for these."""
         self.step_ms = 0.0
+        self._decodes = decodes
         # Of steps without prompt tokens.
         self._decode_s = 0.0
         self._decode_tokens = 0.0
@@ -38,6 +40,8 @@ class StepTimes:
     @property
     def prefill_tokens_per_s(self) -> float:
         """Of prompt tokens alone, whatever else was in their steps. 0.0 until there is something to tell."""
+        if not self._decodes:
+            return self._pp / self._py if self._py else 0.0
         others = self._decode_s * self._p
         prompts = self._py - others
         if not others or prompts < MIN_SHARE * others:

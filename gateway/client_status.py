@@ -44,7 +44,7 @@ def _front_end(llm: AsyncLLM) -> FrontEndStatus:
         index=llm.core_client.place.index,
         pid=os.getpid(),
         in_flight=llm.output_processor.num_unfinished,
-        queued=llm.failover.num_waiting + llm.core_client.num_queued,
+        queued=llm.failover.num_waiting + len(llm.core_client.queued_handles),
         event_loop_lag_ms=llm.loop_lag.worst_ms,
     )
 

@@ -13,7 +13,7 @@ too many deaths may be their cause, and fails alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from gateway.core_client.base import EngineCoreClient, SentRequest
@@ -47,6 +47,10 @@ class Failover:
     def num_waiting(self) -> int:
         """Sequences that no rank has at the moment."""
         return len(self._waiting)
+
+    @property
+    def waiting_handles(self) -> Collection[int]:
+        return self._waiting.keys()
 
     def send(self, sent: SentRequest) -> None:
         """A new request: to a rank, or to wait for one that will take it. Raises what the client does where there is none."""

@@ -54,6 +54,10 @@ class Operations(ABC):
         """The same on these ranks, or on all that serve now, for what those that start again find in the group's settings: so
         one that dies meanwhile is no error. Returns how many have done it."""
 
+    @abstractmethod
+    async def abort_queued(self) -> None:
+        """Ends the requests that no rank has yet, at all front ends of the endpoint: readers get finish reason "abort"."""
+
     async def call_utility(self, method: str, *args: Any, timeout_s: float | None = UTILITY_TIMEOUT_S) -> list[Any]:
         """`call_utility_by_rank`, in order of the ranks."""
         return list((await self.call_utility_by_rank(method, *args, timeout_s=timeout_s)).values())
@@ -105,6 +109,8 @@ class Operations(ABC):
         # Waiting is bounded by the requests: each has a last token, and a rank that makes none is noticed.
         timeout_s = None if mode == "wait" else UTILITY_TIMEOUT_S
         await self._change(GroupSettings.paused, "pause", mode, clear_cache, timeout_s=timeout_s)
+        if mode == "abort":  # now that no rank takes any of them
+            await self.abort_queued()
 
     async def resume_generation(self) -> None:
         await self._change(GroupSettings.resumed, "resume")
@@ -119,6 +125,8 @@ class Operations(ABC):
         _check("mode", mode, PAUSE_MODES)
         timeout_s = None if mode == "wait" else UTILITY_TIMEOUT_S
         await self._change(lambda settings: settings.slept(level), "sleep", level, mode, timeout_s=timeout_s)
+        if mode == "abort":
+            await self.abort_queued()
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Brings memory back, all of it without tags. Requests are welcome again when nothing sleeps any more."""

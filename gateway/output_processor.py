@@ -145,9 +145,15 @@ class OutputProcessor:
         """Ends the requests of that external or internal id: their readers get what they have, with finish reason "abort".
         The handles that engines must be told of; none for an unknown or finished id."""
         internal_ids = self._internal_ids.get(request_id, set()) | {request_id}
+        return self._abort([self._streams[internal_id] for internal_id in sorted(internal_ids & self._streams.keys())])
+
+    def abort_sequences(self, handles: Iterable[int]) -> list[int]:
+        """The same for the requests with these sequences."""
+        return self._abort(self._streams_of(handles))
+
+    def _abort(self, streams: Iterable[RequestStream]) -> list[int]:
         handles: list[int] = []
-        for internal_id in sorted(internal_ids & self._streams.keys()):
-            stream = self._streams[internal_id]
+        for stream in streams:
             handles += stream.states
             stream.put_aborted()
             self._end(stream, "abort")

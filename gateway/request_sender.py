@@ -182,6 +182,10 @@ class RequestSender:
         """Ends the requests of that external or internal id."""
         self.leave_ranks(self._outputs.abort(request_id))
 
+    def abort_queued(self) -> None:
+        """Ends the requests that no rank has yet, in whole or in part."""
+        self.leave_ranks(self._outputs.abort_sequences([*self._core_client.queued_handles, *self._failover.waiting_handles]))
+
     def abort_all(self) -> None:
         self.leave_ranks(self._outputs.abort_all())
 

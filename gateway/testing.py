@@ -327,6 +327,9 @@ class FakeEngineClient(EngineClient):
                 for index in sorted(request._unfinished):
                     request.put("", index, finish_reason="abort")
 
+    async def abort_queued(self) -> None:
+        """Nothing waits here."""
+
     def check_admission(self, num_sequences: int = 1, num_tokens: int = 0) -> None:
         refusal = self.refusal()
         if refusal is not None:

@@ -23,9 +23,12 @@ POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in _CLASSES}
 _WITH_PREFIXES = frozenset({PrefixAffinity.name})
 
 
-def make_policy(name: str, rng: random.Random) -> Policy:
+def make_policy(name: str, rng: random.Random, num_front_ends: int = 1) -> Policy:
+    """For one of so many front ends of the same ranks."""
     if name not in POLICIES:
         raise ValueError(f"unknown load balancing policy {name!r}; one of {', '.join(POLICIES)}")
+    if name == Vllm.name:
+        return Vllm(rng, num_front_ends)
     return POLICIES[name](rng)
 
 

@@ -47,7 +47,7 @@ def contender_names() -> list[str]:
 
 
 def _make_ours(name: str, rng: random.Random, num_front_ends: int, ranks: Ranks) -> LoadBalancer:
-    return LoadBalancer(make_policy(name, rng), LoadLedger(make_prefix_index(name)))
+    return LoadBalancer(make_policy(name, rng, num_front_ends), LoadLedger(make_prefix_index(name)))
 
 
 def _make_vllm(rng: random.Random, num_front_ends: int, ranks: Ranks) -> LoadBalancer:

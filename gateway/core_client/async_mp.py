@@ -62,7 +62,9 @@ class AsyncMPClient(EngineCoreClient):
         self.ledger = ledger or LoadLedger()
         self.num_stale_frames = 0
         self.on_shutdown: Callable[[float], None] = lambda timeout_s: None  # the launcher's order; set by the front end
-        self.on_abort: Callable[[str], None] = lambda request_id: None  # another front end was asked to; set by `AsyncLLM`
+        self.on_abort: Callable[[str | None], None] = lambda request_id: (
+            None
+        )  # another front end was asked to; set by `AsyncLLM`
         self.on_bound: Callable[[int, m.RankId], None] = lambda handle, rank_id: None  # a request that waited here was sent
         self._config = config
         self.place = place
@@ -112,7 +114,7 @@ class AsyncMPClient(EngineCoreClient):
     def _on_shutdown(self, timeout_s: float) -> None:
         self.on_shutdown(timeout_s)
 
-    def _on_abort(self, request_id: str) -> None:
+    def _on_abort(self, request_id: str | None) -> None:
         self.on_abort(request_id)
 
     async def _wait_until_ready(self) -> None:
@@ -202,7 +204,7 @@ class AsyncMPClient(EngineCoreClient):
         for handle in handles:
             self._release(handle, abort_seq)
 
-    def abort_elsewhere(self, request_id: str) -> None:
+    def abort_elsewhere(self, request_id: str | None) -> None:
         if self._config.server.api_server_count > 1:
             self.link.send(m.AbortElsewhere(request_id))
 

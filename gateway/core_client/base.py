@@ -79,9 +79,9 @@ class EngineCoreClient(ABC):
         return (), 0
 
     @property
-    def num_queued(self) -> int:
+    def queued_handles(self) -> Collection[int]:
         """Sequences that wait here until a rank has room for them."""
-        return 0
+        return ()
 
     @abstractmethod
     def forget_queued(self) -> None:
@@ -101,8 +101,8 @@ class EngineCoreClient(ABC):
         """One ABORT to each rank that holds some of them. Unknown handles are no-ops."""
 
     @abstractmethod
-    def abort_elsewhere(self, request_id: str) -> None:
-        """The other front ends of the endpoint abort their requests of that id, too."""
+    def abort_elsewhere(self, request_id: str | None) -> None:
+        """The other front ends of the endpoint abort their requests of that id, too. None: all that no rank has yet."""
 
     @abstractmethod
     def release(self, handles: Collection[int]) -> None:

@@ -32,13 +32,13 @@ class DPLBAsyncMPClient(AsyncMPClient):
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        policy = config.balancer.load_balancing_policy
+        policy, num_front_ends = config.balancer.load_balancing_policy, config.server.api_server_count
         index = make_prefix_index(policy) if config.engine.enable_prefix_caching else None
         super().__init__(config, place, clock, LoadLedger(index))
-        self._balancer = LoadBalancer(make_policy(policy, rng or random.Random()), self.ledger)
+        self._balancer = LoadBalancer(make_policy(policy, rng or random.Random(), num_front_ends), self.ledger)
         self._queue: DispatchQueue | None = None
         if config.balancer.dispatch == "late":
-            self._queue = DispatchQueue(self._balancer, config.balancer.dispatch_order, config.server.api_server_count)
+            self._queue = DispatchQueue(self._balancer, config.balancer.dispatch_order, num_front_ends)
         self._queued: dict[int, SentRequest] = {}
 
     def prefix_of(self, request: EngineCoreRequest) -> tuple[Sequence[BlockKey], int]:
@@ -98,8 +98,8 @@ class DPLBAsyncMPClient(AsyncMPClient):
         super().abort_requests(handles)
 
     @property
-    def num_queued(self) -> int:
-        return len(self._queued)
+    def queued_handles(self) -> Collection[int]:
+        return self._queued.keys()
 
     @property
     def num_unreported_tokens(self) -> int:

@@ -23,7 +23,7 @@ class LauncherLink:
         context: zmq.Context[zmq.Socket[bytes]],
         on_group_state: Callable[[GroupState], None],
         on_shutdown: Callable[[float], None],
-        on_abort: Callable[[str], None],
+        on_abort: Callable[[str | None], None],
         on_order_done: Callable[[GroupOrderDone], None],
     ) -> None:
         self._socket = LoopSocket(context, zmq.DEALER, self._on_message)

@@ -76,6 +76,7 @@ SAMPLES: list[Message] = [
     m.FrontEndHello(0, 1, "ipc://in", "ipc://out"),
     m.FrontEndReady(0, "AsyncMPClient"),
     m.AbortElsewhere("mine"),
+    m.AbortElsewhere(None),
     m.RankIdle(1, m.RankId(2, 3)),
     m.GroupOrder(7, "restart", rank=2, drain_timeout_s=1.5),
     m.GroupOrderDone(7, "rank 9 does not exist", "unknown rank"),

@@ -42,6 +42,12 @@ def test_steps_with_prompts_only_tell_nothing_yet() -> None:
     assert run(StepTimes(), [(1000, 0)] * 5).prefill_tokens_per_s == 0.0
 
 
+def test_engine_that_never_decodes_has_a_rate_by_its_prompts_alone() -> None:
+    assert run(StepTimes(decodes=False), [(8000, 0)] * 5).prefill_tokens_per_s == pytest.approx(8000 / 410e-3)
+    slow = run(StepTimes(decodes=False), [(8000, 0)] * 5, slowness=3.0)
+    assert slow.prefill_tokens_per_s == pytest.approx(8000 / 410e-3 / 3)
+
+
 def test_one_long_prompt_outweighs_many_tiny_ones() -> None:
     times = run(StepTimes(), [(0, 8), (4000, 8), *[(10, 8)] * 10], noise=0.05)
     assert times.prefill_tokens_per_s == pytest.approx(20_000, rel=0.2)

@@ -40,8 +40,20 @@ class Ranks(Operations):
     ) -> int:
         return len(await self.call_utility_by_rank(method, *args, timeout_s=timeout_s))
 
+    async def abort_queued(self) -> None:
+        self.calls.append(("abort_queued",))
+
     async def order(self, action: str, **options: Any) -> None:
         self.calls.append((action, options))
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+async def test_what_no_rank_has_yet_is_aborted_once_no_rank_takes_it_if_at_all(mode: str) -> None:
+    ranks = Ranks()
+    await ranks.pause_generation(mode)
+    await ranks.sleep(1, mode)
+    ended = [("abort_queued",)] if mode == "abort" else []
+    assert ranks.calls == [("pause", mode, True), *ended, ("sleep", 1, mode), *ended]
 
 
 async def test_one_answer_needs_all_ranks_to_agree() -> None:

@@ -88,6 +88,35 @@ async def test_reader_that_leaves_the_queue_costs_no_rank_anything(start: Start)
     assert sum(rank.requests_total for rank in llm.status().ranks) == 25
 
 
+async def test_pause_aborts_what_waits_too_unless_it_is_to_be_kept(start: Start) -> None:
+    llm = await start(2, step_ms=4, balancer=LATE, engine_settings=SMALL)
+    tasks = [asyncio.create_task(answer(llm, 2000, str(i))) for i in range(40)]  # for a minute
+    await until(lambda: llm.status().totals.requests == 40, "all are under way, here or at a rank")
+    await llm.pause_generation("keep")
+    assert num_queued(llm) > 0
+    await llm.resume_generation()
+    await llm.pause_generation("abort")
+    assert num_queued(llm) == 0
+    ended = {output.outputs[0].finish_reason for output in await asyncio.gather(*tasks)}
+    assert "abort" in ended
+    assert ended <= {"abort", "length"}
+    await llm.resume_generation()
+    assert len((await answer(llm, 5)).outputs[0].token_ids) == 5
+
+
+async def test_another_front_ends_pause_aborts_what_waits_here(start: Start) -> None:
+    llm = await start(2, step_ms=4, balancer=LATE, engine_settings=SMALL)
+    tasks = [asyncio.create_task(answer(llm, 2000, str(i))) for i in range(40)]
+    await until(lambda: num_queued(llm) > 20, "most wait here")
+    waiting = num_queued(llm)
+    llm.core_client.on_abort(None)  # the launcher passes it on
+    assert num_queued(llm) == 0
+    assert llm.status().totals.aborted == waiting
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def test_impossible_pin_is_refused_and_not_queued(start: Start) -> None:
     llm = await start(2, balancer=LATE)
     with pytest.raises(InvalidRequestError, match="data_parallel_rank"):

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from balancer.load import RankView
+from balancer.policies import make_policy
 from balancer.policies.vllm import Vllm
 from balancer.testing import make_request, make_view
 
@@ -27,3 +28,4 @@ def test_own_requests_times_front_ends_are_the_floor() -> None:
     ranks = (make_view(0, num_running=3, own_in_flight=2), make_view(1, num_running=5, own_in_flight=1))
     assert choose(*ranks) == 0
     assert choose(*ranks, num_front_ends=4) == 1  # 8 against 5
+    assert make_policy("vllm", random.Random(7), num_front_ends=4).choose(make_request(), ranks, 0.0).rank_id.rank == 1

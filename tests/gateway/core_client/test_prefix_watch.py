@@ -92,7 +92,7 @@ async def test_request_is_sent_when_a_report_says_that_there_is_room(group: Fake
         assert rank_id == RankId(rank, 1)
     bound.clear()
     waiting, nobody = group.add_request(10)
-    assert (nobody, group.client.num_queued) == (None, 1)
+    assert (nobody, len(group.client.queued_handles)) == (None, 1)
     assert group.client.num_unreported_tokens == 2 * full + 10
     commands = [await group.engines[1].command()]
     assert isinstance(commands[0], AddRequest)
@@ -100,7 +100,7 @@ async def test_request_is_sent_when_a_report_says_that_there_is_room(group: Fake
     sent = await group.engines[1].command()
     assert isinstance(sent, AddRequest)
     assert sent.request.handle == waiting
-    assert (bound, group.client.num_queued) == ([(waiting, ONE)], 0)
+    assert (bound, len(group.client.queued_handles)) == ([(waiting, ONE)], 0)
 
 
 @late
@@ -109,8 +109,8 @@ async def test_aborted_in_the_queue_it_is_sent_to_nobody(group: FakeGroup) -> No
         group.add_request(128, pinned_rank=rank)
     handle, _ = group.add_request(10)
     group.client.abort_requests([handle])
-    assert group.client.num_queued == 0
+    assert len(group.client.queued_handles) == 0
     assert group.client.ledger.num_in_flight == 2
     with pytest.raises(InvalidRequestError, match="data_parallel_rank"):
         group.add_request(10, pinned_rank=9)
-    assert group.client.num_queued == 0
+    assert len(group.client.queued_handles) == 0
