@@ -293,6 +293,7 @@ class EngineStarting:
     rank_id: RankId
     pid: int
     text: str
+    progress: float = 0.0  # how much of its weights it has loaded, from 0 to 1
 
 
 # --- launcher → engine core, launcher → front end ---------------------------------------------------------------------
@@ -330,6 +331,7 @@ class RankRecord:
     pid: int | None = None
     restart_pending: bool = False  # "dead", but another life is coming: requests may wait for it
     is_leaving: bool = False  # this life ends by an operator's order: its end is nobody's fault
+    start_progress: float = 0.0  # how much of its weights it has loaded, from 0 to 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,13 +117,15 @@ class AsyncLLM(EngineClient):
         lora_store: LoraStore | None = None,
         group_store: GroupStore | None = None,
         stat_loggers: Sequence[StatLoggerFactory] = (),
+        on_core_client: Callable[[AsyncMPClient], None] = lambda core_client: None,
     ) -> AsyncLLM:
         """An engine client whose ranks are all ready.
 
         Without a `place` (in a user's script) it starts the launcher and its engine cores as children, which end with it.
         `on_shutdown` is called with a time in seconds when the launcher wants the front end to drain; `slots`, `lora_store` and
         `group_store` are where several front ends see each other's usage, adapters and operations. `stat_loggers` make loggers
-        that get statistics, besides those that are installed as plug-ins.
+        that get statistics, besides those that are installed as plug-ins. `on_core_client` is told who waits for the ranks,
+        before it does.
 
         Raises `ConfigError` for a setting or model directory that cannot be used, `EngineDeadError` with the engine's own cause
         when a rank does not start.
@@ -140,6 +142,7 @@ class AsyncLLM(EngineClient):
             core_client = make_async_mp_client(config, place)
             if on_shutdown is not None:
                 core_client.on_shutdown = on_shutdown
+            on_core_client(core_client)
             await core_client.start()
             llm = cls(
                 config,

@@ -10,6 +10,7 @@ from gateway.version import __version__
 
 if TYPE_CHECKING:
     from gateway.async_llm import AsyncLLM
+    from gateway.core_client import AsyncMPClient
 
 
 def snapshot_of(llm: AsyncLLM, now: float, *, uptime_s: float, is_draining: bool) -> StatusSnapshot:
@@ -36,6 +37,20 @@ def snapshot_of(llm: AsyncLLM, now: float, *, uptime_s: float, is_draining: bool
         group=client.group_status(now),
         max_loras=llm.config.engine.max_loras if llm.loras.is_enabled else 0,
         loras=llm.loras.statuses(llm.output_processor.count_by_lora),
+    )
+
+
+def starting_snapshot(client: AsyncMPClient, model: str, *, now: float, started_s: float) -> StatusSnapshot:
+    """Before there is an engine client: how far the ranks are."""
+    return StatusSnapshot(
+        version=__version__,
+        mode=type(client).__name__,
+        model=model,
+        uptime_s=round(now - started_s, 3),
+        state="starting",
+        front_ends=(FrontEndStatus(index=client.place.index, pid=os.getpid()),),
+        ranks=tuple(client.rank_statuses(now)),
+        events=client.events.events(now),
     )
 
 

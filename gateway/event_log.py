@@ -1,38 +1,123 @@
-"""The last things that happened to the ranks, for `/status`."""
+"""The last things that happened to the ranks, for `/status`. Every event has one number, whoever asks and whenever.
+
+The front ends of one endpoint share a log: a file to which each appends what it sees. An event's `seq` is the number of its
+line, so it never changes, grows in the order in which events became known, and outlives the front end that wrote it. Appending
+needs no lock that a stopped process could keep: the kernel puts whole lines one behind the other.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+import contextlib
+import logging
+import os
+from collections import Counter, deque
 from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
 
 from gateway.status import Event
+
+logger = logging.getLogger(__name__)
 
 MAX_EVENTS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    seq: int
+class Entry:
+    """`at_s` is CLOCK_MONOTONIC, the same for all processes of a machine."""
+
     at_s: float
     kind: str
     rank: int | None
-    epoch: int | None
     text: str
+    epoch: int | None = None
+    occurrence: int = 0  # of this kind in this life of the rank: equal for all front ends, which see the same
 
 
 class EventLog:
+    """Of a front end that is alone."""
+
     def __init__(self) -> None:
-        self._entries: deque[_Entry] = deque(maxlen=MAX_EVENTS)
+        self._entries: deque[tuple[int, Entry]] = deque(maxlen=MAX_EVENTS)
         self._seq = 0
+        self._own: Counter[tuple[str, int | None, int]] = Counter()  # events of lives that were added here
+        self._known: set[tuple[str, int | None, int, int]] = set()
 
     def add(self, kind: str, rank: int | None, text: str, now: float, epoch: int | None = None) -> None:
-        """With an `epoch` it is an event of that life of the rank, which happens once and all front ends see."""
+        """With an `epoch` it is an event of that life of the rank, which all front ends see and which counts once."""
+        occurrence = 0
+        if epoch is not None:
+            self._own[kind, rank, epoch] += 1
+            occurrence = self._own[kind, rank, epoch]
+        self._append(Entry(now, kind, rank, text, epoch, occurrence))
+
+    def _append(self, entry: Entry) -> None:
+        self._take(entry)
+
+    def _take(self, entry: Entry | None) -> None:
+        """The next one of the log; None for one that cannot be read."""
         self._seq += 1
-        self._entries.append(_Entry(self._seq, now, kind, rank, epoch, text))
+        if entry is None:
+            return
+        if entry.epoch is not None:
+            key = (entry.kind, entry.rank, entry.epoch, entry.occurrence)
+            if key in self._known:
+                return
+            self._known.add(key)
+        self._entries.append((self._seq, entry))
 
     def events(self, now: float) -> tuple[Event, ...]:
-        """Oldest first."""
+        """By number."""
         return tuple(
-            Event(seq=e.seq, age_s=round(max(0.0, now - e.at_s), 3), kind=e.kind, rank=e.rank, text=e.text, epoch=e.epoch)
-            for e in self._entries
+            Event(seq=seq, age_s=round(max(0.0, now - e.at_s), 3), kind=e.kind, rank=e.rank, text=e.text, epoch=e.epoch)
+            for seq, e in self._entries
         )
+
+
+class SharedEventLog(EventLog):
+    """Of the front ends that have the same file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._offset = 0
+        self._decoder = msgspec.json.Decoder(Entry)
+
+    def _append(self, entry: Entry) -> None:
+        line = msgspec.json.encode(entry) + b"\n"
+        try:
+            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                os.write(fd, line)  # one call: lines of several processes never mix
+            finally:
+                os.close(fd)
+        except OSError as error:  # a full disk must not cost a rank its restart
+            logger.error("an event cannot be shown: %s: %s", error, entry.text)
+
+    def events(self, now: float) -> tuple[Event, ...]:
+        with contextlib.suppress(FileNotFoundError):  # nothing has happened yet
+            self._read_on()
+        return super().events(now)
+
+    def _read_on(self) -> None:
+        """What has been appended since the last look. A line that is half there is left for the next one."""
+        if os.stat(self._path).st_size == self._offset:
+            return
+        with open(self._path, "rb") as file:
+            file.seek(self._offset)
+            lines = file.read().split(b"\n")[:-1]
+        for line in lines:
+            self._offset += len(line) + 1
+            self._take(self._parse(line))
+
+    def _parse(self, line: bytes) -> Entry | None:
+        try:
+            return self._decoder.decode(line)
+        except msgspec.MsgspecError as error:  # a disk that was full in the middle of it
+            logger.warning("an event cannot be read: %s", error)
+            return None
+
+
+def make_event_log(shared_directory: str | None) -> EventLog:
+    return EventLog() if shared_directory is None else SharedEventLog(Path(shared_directory) / "events.jsonl")

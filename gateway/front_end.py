@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -28,7 +29,9 @@ from cores.log import set_up_logging
 from cores.messages import FrontEndFailed, FrontEndReady, front_end_identity
 from gateway.admission import OneFrontEnd, SharedSlots, UsageSlots
 from gateway.async_llm import AsyncLLM
+from gateway.client_status import starting_snapshot
 from gateway.config import ConfigError, GatewayConfig
+from gateway.core_client import AsyncMPClient
 from gateway.core_client.base import FrontEndPlace
 from gateway.errors import GatewayError
 from gateway.front_end_board import PUBLISH_INTERVAL_S, FrontEndBoard, Report
@@ -85,7 +88,16 @@ class FrontEnd:
     async def _make_llm(self) -> AsyncLLM:
         loras = SharedLoraStore(self.shared_directory / "loras.json")
         group: GroupStore = SharedValue(self.shared_directory / "group.json", GroupSettings)
-        return await AsyncLLM.from_config(self.config, self.place, self.order_shutdown, self.slots, loras, group)
+        return await AsyncLLM.from_config(
+            self.config, self.place, self.order_shutdown, self.slots, loras, group, on_core_client=self._show_start
+        )
+
+    def _show_start(self, core_client: AsyncMPClient) -> None:
+        """From now on `/status` tells how far the ranks are."""
+        state = self.state
+        state.starting_status = lambda: starting_snapshot(
+            core_client, state.served_model_names[0], now=time.monotonic(), started_s=state.started_s
+        )
 
     async def _start_engine(self) -> AsyncLLM | None:
         start = asyncio.create_task(self._make_llm())
@@ -144,7 +156,8 @@ class FrontEnd:
             llm.refresh_admission()
             if now - published_s >= PUBLISH_INTERVAL_S:
                 published_s = now
-                report = Report(now, llm.status(), self.state.metrics.to_plain(), self.state.num_in_flight)
+                snapshot = dataclasses.replace(llm.status(), events=())  # they have a log that is everybody's
+                report = Report(now, snapshot, self.state.metrics.to_plain(), self.state.num_in_flight)
                 # In a thread: replacing a file makes some file systems write it out at once, which held up every stream for
                 # milliseconds four times a second.
                 await asyncio.to_thread(self.board.publish, report)
@@ -174,6 +187,7 @@ async def run_front_end(orders: dict[str, Any]) -> int:
         run_directory=orders["run_directory"],
         control_address=orders["control_address"],
         url=orders["url"],
+        shared_directory=orders["shared_directory"],
     )
     front_end = FrontEnd(config, place, Path(orders["shared_directory"]))
     front_end.board.open()

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.event_log import MAX_EVENTS
 from gateway.metrics import PlainHistograms
-from gateway.status import Event, LoraStatus, RankStatus, StatusSnapshot, Totals
+from gateway.status import LoraStatus, RankStatus, StatusSnapshot, Totals
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +97,8 @@ class FrontEndBoard:
 
 
 def whole_endpoint(own: StatusSnapshot, others: Sequence[Report], past: Sequence[Report], now: float) -> StatusSnapshot:
-    """The endpoint as all its front ends see it together. The ranks' states are ours: everybody is told the same."""
+    """The endpoint as all its front ends see it together. The ranks' states are ours: everybody is told the same. So are the
+    events: all front ends write into one log."""
     front_ends = list(own.front_ends)
     for report in others:
         age_s = round(now - report.at_s, 3)
@@ -110,26 +110,7 @@ def whole_endpoint(own: StatusSnapshot, others: Sequence[Report], past: Sequence
         totals=_sum_of_totals([own.totals, *(snapshot.totals for snapshot in counted)]),
         ranks=tuple(_whole_rank(rank, others, counted) for rank in own.ranks),
         loras=_sum_of_loras([own, *(report.snapshot for report in others)]),
-        events=_merged_events(own.events, [*others, *past], now),
     )
-
-
-def _merged_events(own: Sequence[Event], reports: Sequence[Report], now: float) -> tuple[Event, ...]:
-    """Each front end writes down what it sees; what all of them see of a rank's life is one event. Oldest first, numbered anew
-    where there is more than one log."""
-    logs = [[dataclasses.replace(e, age_s=e.age_s + now - r.at_s) for e in r.snapshot.events] for r in reports]
-    if not any(logs):
-        return tuple(own)
-    kept: list[Event] = []
-    seen: set[tuple[str, int | None, int]] = set()
-    for event in sorted((event for log in (own, *logs) for event in log), key=lambda event: -event.age_s):
-        if event.epoch is not None:
-            key = (event.kind, event.rank, event.epoch)
-            if key in seen:
-                continue
-            seen.add(key)
-        kept.append(dataclasses.replace(event, seq=len(kept) + 1, age_s=round(event.age_s, 3)))
-    return tuple(kept[-MAX_EVENTS:])
 
 
 def _whole_rank(own: RankStatus, others: Sequence[Report], counted: Sequence[StatusSnapshot]) -> RankStatus:

@@ -53,6 +53,10 @@ class RankStatus:
     prefix_cache_hits: int = 0
     preemptions: int = 0
     deaths: int = 0
+    max_num_seqs: int = 0  # that can run at a time; 0: not known yet
+    num_kv_blocks: int = 0
+    restart_pending: bool = False  # dead, but another life is coming
+    start_progress: float | None = None  # while it starts: how much of its weights is loaded, from 0 to 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +73,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    seq: int
+    seq: int  # the same at every read and from every front end; later events have larger ones
     age_s: float
     kind: str  # "death", "move", "restart", "drain", "stall", "scale", "ready"
     rank: int | None

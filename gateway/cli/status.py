@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import sys
+import time
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from gateway.dashboard.feed import Reading, StatusFeed, exit_code
-from gateway.dashboard.live import show, watch
+from gateway.dashboard.board import Board
+from gateway.dashboard.feed import Reading, StatusFeed
+from gateway.dashboard.live import LiveBoard, follow, read_all, show
+from gateway.dashboard.terminal import Terminal
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 EPILOG = "exit status: 0 all ranks ready, 1 degraded (some rank is not ready), 2 an endpoint is unreachable or dead"
@@ -30,40 +35,62 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--once", action="store_true", help="print one frame and exit")
     parser.add_argument("--json", action="store_true", help="print the status document and exit; a list for several endpoints")
-    parser.add_argument("--interval", type=interval, default=1.0, metavar="S", help="seconds between frames (default: 1.0)")
+    parser.add_argument("--interval", type=interval, default=0.5, metavar="S", help="seconds between looks (default: 0.5)")
+    parser.add_argument("--ascii", action="store_true", help="no bars and lines but of ASCII, for terminals without others")
     parser.add_argument("--api-key", metavar="KEY", help="bearer token of the endpoints (default: GATEWAY_API_KEY)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     feed = StatusFeed(args.url or [DEFAULT_URL], args.api_key or os.environ.get("GATEWAY_API_KEY"))
-    latest: list[Reading] = []
     try:
-        if args.json or args.once:
-            asyncio.run(_read_once(feed, latest))
-            print_json(latest) if args.json else show(_console(), latest)
-            sys.stdout.flush()  # here, where a reader that has gone is met
-        else:
-            asyncio.run(_watch(feed, args.interval, latest))
-    except KeyboardInterrupt:
-        pass
+        if args.json:
+            return _print_json_of(feed)
+        return _draw(feed, args)
     except BrokenPipeError:
         # The reader of a pipe has seen enough. Python would complain once more when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return exit_code(latest)
+        return feed.exit_code
 
 
-async def _read_once(feed: StatusFeed, latest: list[Reading]) -> None:
+def _print_json_of(feed: StatusFeed) -> int:
+    asyncio.run(_read_once(feed, Board(feed.urls)))
+    print_json(feed.latest)
+    sys.stdout.flush()  # here, where a reader that has gone is met
+    return feed.exit_code
+
+
+def _draw(feed: StatusFeed, args: argparse.Namespace) -> int:
+    console, board, ended_by = _console(), Board(feed.urls), 0
+    ascii_only = args.ascii or console.options.ascii_only
+    with contextlib.suppress(KeyboardInterrupt):
+        if args.once:
+            asyncio.run(_read_once(feed, board))
+            show(console, board, ascii_only=ascii_only, now=time.monotonic())
+            sys.stdout.flush()
+        elif console.is_terminal and not console.is_dumb_terminal and sys.stdout.isatty():
+            ended_by = asyncio.run(_live(console, feed, args.interval, board, ascii_only=ascii_only))
+        else:
+            asyncio.run(_follow(console, feed, args.interval, board, ascii_only=ascii_only))
+    return 128 + ended_by if ended_by else feed.exit_code
+
+
+async def _read_once(feed: StatusFeed, board: Board) -> None:
     async with feed:
-        latest += await feed.read()
+        await read_all(feed, board)
 
 
-async def _watch(feed: StatusFeed, interval_s: float, latest: list[Reading]) -> None:
+async def _live(console: Console, feed: StatusFeed, interval_s: float, board: Board, *, ascii_only: bool) -> int:
     async with feed:
-        await watch(_console(), feed, interval_s, latest)
+        return await LiveBoard(Terminal(console), feed, interval_s, board, ascii_only=ascii_only).run()
 
 
-def print_json(readings: list[Reading]) -> None:
+async def _follow(console: Console, feed: StatusFeed, interval_s: float, board: Board, *, ascii_only: bool) -> None:
+    async with feed:
+        await follow(console, feed, interval_s, board, ascii_only=ascii_only)
+
+
+def print_json(readings: Sequence[Reading]) -> None:
     """The document as it came; of several endpoints a list, with an error object for one that cannot be read."""
     for reading in readings:
         if reading.error is not None:
@@ -83,7 +110,7 @@ class _Console(Console):
 def _console() -> Console:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a cause of death may hold any character, a terminal not
-    return _Console()
+    return _Console(highlight=False)
 
 
 def base_url(text: str) -> str:

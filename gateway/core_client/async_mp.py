@@ -39,7 +39,7 @@ from gateway.core_client.ranks import Ranks
 from gateway.core_client.utility_calls import UtilityCalls, count_survivors
 from gateway.embedded import EmbeddedLauncher, start_embedded_launcher
 from gateway.errors import EngineDeadError, InvalidRequestError
-from gateway.event_log import EventLog
+from gateway.event_log import EventLog, make_event_log
 from gateway.status import RankStatus
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class AsyncMPClient(EngineCoreClient):
         self.ranks = Ranks(
             config, place.index, place.life, self.ledger, clock,
             put=self._received.put_nowait, tell_launcher=self._tell_launcher, read_all=self._rank_link.read_all,
-            on_serving=self._on_serving,
+            on_serving=self._on_serving, events=make_event_log(place.shared_directory),
         )  # fmt: skip
         self._orders = Orders(self._tell_launcher)
         self.link = LauncherLink(

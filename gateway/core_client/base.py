@@ -22,6 +22,7 @@ class FrontEndPlace:
     run_directory: str  # of this life of the front end: its ipc sockets live there
     control_address: str | None = None  # of the launcher; None: embedded, the client starts one as its child
     url: str = ""  # where its HTTP server is reached
+    shared_directory: str | None = None  # of all front ends of the endpoint; None: it is the only one
 
 
 @dataclass(frozen=True, slots=True)

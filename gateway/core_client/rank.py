@@ -35,6 +35,8 @@ class RankLife:
     rank_id: RankId
     health: RankHealth
     ready: EngineReady | None = None
+    pid: int | None = None  # as the launcher says, before the engine itself has
+    start_progress: float = 0.0  # how much of its weights it has loaded, from 0 to 1
     last_seq: int = 0  # of the commands sent to it
     is_up: bool = False  # the launcher has heard that it is ready
     is_leaving: bool = False  # it ends by an operator's order
@@ -52,6 +54,7 @@ class Rank:
 
     life: RankLife
     restarts: int = 0
+    restart_pending: bool = False  # dead, but another life is coming
     requests_total: int = 0
     requests_moved_away: int = 0
     requests_moved_in: int = 0
@@ -92,7 +95,7 @@ class Rank:
             epoch=life.rank_id.epoch,
             state=life.health.state.value,
             node=life.ready.node if life.ready else "",
-            pid=life.ready.pid if life.ready else None,
+            pid=life.ready.pid if life.ready else life.pid,
             device=life.ready.device if life.ready else "",
             waiting=load.num_waiting,
             running=load.num_running,
@@ -120,4 +123,8 @@ class Rank:
             prefix_cache_hits=lifetime.prefix_cache_hits,
             preemptions=lifetime.num_preemptions,
             deaths=self.deaths,
+            max_num_seqs=life.ready.max_num_seqs if life.ready else 0,
+            num_kv_blocks=life.ready.num_kv_blocks if life.ready else 0,
+            restart_pending=self.restart_pending,
+            start_progress=None if life.ready else life.start_progress,
         )

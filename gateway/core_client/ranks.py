@@ -46,8 +46,9 @@ class Ranks:
         tell_launcher: Callable[[Message], None],
         read_all: Callable[[], None],
         on_serving: Callable[[RankLife], None],
+        events: EventLog | None = None,
     ) -> None:
-        self.events = EventLog()
+        self.events = events or EventLog()
         self.failure: str | None = None  # why no rank is left and none will come back
         self.all_ready = asyncio.Event()  # or beyond hope
         self.before_serving: Callable[[m.RankId], Awaitable[None]] | None = None  # what a rank needs before it takes requests
@@ -210,6 +211,8 @@ class Ranks:
                 continue
             life = self._life_for(rank, m.RankId(record.rank, record.epoch))
             rank.restarts = record.restarts
+            life.pid, life.start_progress = record.pid, record.start_progress
+            rank.restart_pending = record.restart_pending
             life.is_leaving = life.is_leaving or record.is_leaving
             if record.state == "draining" and life.health.state is not RankState.DRAINING:
                 self.events.add("drain", record.rank, f"epoch {record.epoch} gets no new requests", now, record.epoch)

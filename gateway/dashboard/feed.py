@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import os
-from collections.abc import Sequence
+import types
+import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -22,18 +26,26 @@ class Reading:
 
     url: str
     status: StatusSnapshot | None = None
-    document: dict[str, Any] | None = None  # as it came, with fields that this version does not know
+    body: bytes | None = None  # the document as it came, with fields that this version does not know
     error: str | None = None
+
+    @property
+    def document(self) -> dict[str, Any] | None:
+        if self.body is None:
+            return None
+        document: dict[str, Any] = msgspec.json.decode(self.body)
+        return document
 
 
 class StatusFeed:
     """One HTTP session for all endpoints; use it as a context manager."""
 
     def __init__(self, urls: Sequence[str], api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
-        self._urls = [url.rstrip("/") for url in urls]
+        self.urls = [url.rstrip("/") for url in urls]
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._session: aiohttp.ClientSession | None = None
+        self.latest = [Reading(url, error="was not asked yet") for url in self.urls]
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout)
@@ -43,9 +55,19 @@ class StatusFeed:
         assert self._session is not None
         await self._session.close()
 
-    async def read(self) -> list[Reading]:
-        """All endpoints at once, in their order. Never raises for an endpoint that cannot be read."""
-        return list(await asyncio.gather(*map(self._read_one, self._urls)))
+    async def read_all(self) -> list[Reading]:
+        """All endpoints at once, in their order."""
+        return list(await asyncio.gather(*map(self.read, range(len(self.urls)))))
+
+    async def read(self, index: int) -> Reading:
+        """One of them. Never raises for an endpoint that cannot be read."""
+        reading = self.latest[index] = await self._read_one(self.urls[index])
+        return reading
+
+    @property
+    def exit_code(self) -> int:
+        """Of what was read last."""
+        return exit_code(self.latest)
 
     async def _read_one(self, url: str) -> Reading:
         assert self._session is not None
@@ -70,14 +92,59 @@ def _reason(error: aiohttp.ClientError | OSError) -> str:
     return str(error) or type(error).__name__
 
 
+_decoder = msgspec.json.Decoder(StatusSnapshot)
+
+
 def parse(url: str, body: bytes) -> Reading:
-    """A document of any version: fields that are missing have their defaults, unknown ones are kept in `document` only."""
+    """A document of any version: what is missing or not understood has its default, unknown fields are in `document` only."""
     try:
-        document = msgspec.json.decode(body, type=dict[str, Any])
-        status = msgspec.convert(document, StatusSnapshot)
+        return Reading(url, _decoder.decode(body), body)
+    except msgspec.ValidationError:
+        pass  # of another version, or no such document at all
     except msgspec.MsgspecError as error:
         return Reading(url, error=f"is no gateway: its status document is not one ({error})")
-    return Reading(url, status, document)
+    document = msgspec.json.decode(body)
+    if not isinstance(document, dict) or not isinstance(document.get("state"), str):
+        return Reading(url, error="is no gateway: its status document has no state")
+    return Reading(url, _as_far_as_understood(StatusSnapshot, document), body)
+
+
+_ZEROS: dict[Any, Any] = {str: "", int: 0, float: 0.0}
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _as_far_as_understood(kind: Any, document: Mapping[str, Any]) -> Any:
+    """A dataclass from a document of another version, field by field."""
+    values = {}
+    for field in dataclasses.fields(kind):
+        known, value = _understood(_hints(kind)[field.name], document.get(field.name))
+        if known:
+            values[field.name] = value
+        elif field.default is dataclasses.MISSING:
+            values[field.name] = _ZEROS.get(_hints(kind)[field.name])
+    return kind(**values)
+
+
+def _understood(hint: Any, value: Any) -> tuple[bool, Any]:
+    """Whether it is one, and the value."""
+    if value is None:
+        return isinstance(hint, types.UnionType), None
+    if isinstance(hint, types.UnionType):
+        hint = next(arm for arm in typing.get_args(hint) if arm is not types.NoneType)
+    if typing.get_origin(hint) is tuple and isinstance(value, list):
+        item = typing.get_args(hint)[0]
+        read = [_understood(item, each) for each in value]
+        return True, tuple(each for known, each in read if known)
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        return True, _as_far_as_understood(hint, value)
+    try:
+        return True, msgspec.convert(value, hint, strict=False)
+    except msgspec.ValidationError:
+        return False, None
 
 
 def exit_code(readings: Sequence[Reading]) -> int:

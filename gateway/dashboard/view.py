@@ -1,249 +1,348 @@
-"""Draws status documents. A pure function of them and the width; the console only shows what it returns."""
+"""Draws the board: a pure function of what is known, what the viewer has chosen, and the time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Sequence
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from rich.style import Style
 
-from gateway.dashboard.feed import Reading
-from gateway.status import Event, FrontEndStatus, RankStatus, StatusSnapshot
-
-STATE_STYLES = {
-    "ready": "green", "starting": "yellow", "restarting": "yellow", "suspect": "yellow", "degraded": "yellow",
-    "draining": "cyan", "paused": "blue", "sleeping": "blue", "stalled": "bold red", "dead": "bold red",
-    "unreachable": "bold red",
-}  # fmt: skip
-MAX_EVENTS = 6
-BAR_WIDTH = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Glyphs:
-    full: str
-    empty: str
-    dot: str
-    none: str
-    box: box.Box
-
-
-UNICODE = Glyphs("█", "░", "·", "–", box.SIMPLE_HEAD)
-# Like SIMPLE_HEAD, whose rule is not ASCII.
-ASCII = Glyphs("#", ".", "|", "-", box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True))
-
-
-def render(readings: Sequence[Reading], width: int, *, ascii_only: bool = False) -> RenderableType:
-    """One frame: headings, a table of all ranks, front ends, totals, events."""
-    glyphs = ASCII if ascii_only else UNICODE
-    several = len(readings) > 1
-    statuses = [reading.status for reading in readings if reading.status is not None]
-    parts: list[RenderableType] = [_heading(reading, glyphs, _endpoint(i, several)) for i, reading in enumerate(readings)]
-    rows = [(i, rank) for i, reading in enumerate(readings) if reading.status for rank in reading.status.ranks]
-    if rows:
-        parts += ["", _rank_table(rows, width, glyphs, several), ""]
-    for i, reading in enumerate(readings):
-        if reading.status is not None:
-            parts += [_front_end_line(_endpoint(i, several), f, glyphs) for f in reading.status.front_ends]
-    if statuses:
-        parts += [_totals_line(statuses, glyphs), *_balancer_lines(statuses, glyphs)]
-    parts += _event_lines(readings, several)
-    return Group(*parts)
-
-
-def _endpoint(index: int, several: bool) -> str:
-    """How ranks and front ends of one of several endpoints are told apart."""
-    return f"{index}/" if several else ""
-
-
-# --- lines ------------------------------------------------------------------------------------------------------------
-
-
-def _line(pieces: Iterable[str | Text], glyphs: Glyphs, endpoint: str = "", *, no_wrap: bool = True) -> Text:
-    """One line of the console, cut off where it ends."""
-    start = Text(f"{endpoint} " if endpoint else "", no_wrap=no_wrap, overflow="ellipsis")
-    return start + Text(f" {glyphs.dot} ").join([piece if isinstance(piece, Text) else Text(piece) for piece in pieces])
-
-
-def _state(state: str) -> Text:
-    return Text(state, style=STATE_STYLES.get(state, ""))
-
-
-def _heading(reading: Reading, glyphs: Glyphs, endpoint: str) -> Text:
-    status = reading.status
-    if status is None:  # what went wrong is never cut off
-        return _line([_state("unreachable"), reading.url, reading.error or ""], glyphs, endpoint, no_wrap=False)
-    pieces = [f"gateway {status.version}", status.model, status.mode, f"up {duration(status.uptime_s)}", reading.url]
-    return _line([_state(status.state), *[piece for piece in pieces if piece]], glyphs, endpoint)
-
-
-def _front_end_line(endpoint: str, front_end: FrontEndStatus, glyphs: Glyphs) -> Text:
-    lag_ms = front_end.event_loop_lag_ms
-    return _line(
-        [
-            f"front end {endpoint}{front_end.index}",
-            f"pid {front_end.pid}",
-            f"{front_end.in_flight} in flight",
-            f"{front_end.queued} queued",
-            Text(f"loop lag {lag_ms:.1f} ms", style="red" if lag_ms >= 50 else ""),
-        ],
-        glyphs,
-    )
-
-
-def _totals_line(statuses: Sequence[StatusSnapshot], glyphs: Glyphs) -> Text:
-    def total(name: str) -> int:
-        return sum(getattr(status.totals, name) for status in statuses)
-
-    per_s = sum(rank.generation_tokens_per_s for status in statuses for rank in status.ranks)
-    pieces: list[str | Text] = [f"{count(total('requests'))} requests"]
-    for name in ("aborted", "failed", "rejected", "moved"):
-        style = "red" if name == "failed" and total(name) else ""
-        pieces.append(Text(f"{count(total(name))} {name}", style=style))
-    pieces += [f"{count(total('prompt_tokens'))} tokens in", f"{count(total('generation_tokens'))} out", f"{per_s:.0f} tok/s"]
-    return _line(pieces, glyphs)
-
-
-def _balancer_lines(statuses: Sequence[StatusSnapshot], glyphs: Glyphs) -> list[Text]:
-    balancers = {(b.policy, b.dispatch): b for status in statuses if (b := status.balancer) is not None}
-    return [
-        _line([f"policy {b.policy}", f"dispatch {b.dispatch}", f"oldest signal {_age_ms(b.signal_age_ms, glyphs)}"], glyphs)
-        for b in balancers.values()
-    ]
-
-
-def _event_lines(readings: Sequence[Reading], several: bool) -> list[Text]:
-    """The newest events of all endpoints, newest first."""
-    events = [
-        (event.age_s, _endpoint(i, several), event)
-        for i, reading in enumerate(readings)
-        if reading.status is not None
-        for event in reading.status.events
-    ]
-    newest = sorted(events, key=lambda row: row[0])[:MAX_EVENTS]
-    return [_event_line(endpoint, event) for _, endpoint, event in newest]
-
-
-def _event_line(endpoint: str, event: Event) -> Text:
-    rank = "" if event.rank is None else f"rank {endpoint}{event.rank} "
-    style = "red" if event.kind in ("death", "stall") else "dim"
-    return Text(
-        f"{duration(event.age_s):>7} ago  {event.kind:<8} {rank}{_first_line(event.text)}",
-        style=style,
-        no_wrap=True,
-        overflow="ellipsis",
-    )
-
-
-# --- the table of ranks -----------------------------------------------------------------------------------------------
-
-
-def _bar(share: float, glyphs: Glyphs) -> Text:
-    filled = round(BAR_WIDTH * min(1.0, max(0.0, share)))
-    style = "red" if share >= 0.95 else "yellow" if share >= 0.8 else "green"
-    bar = Text(glyphs.full * filled, style=style) + Text(glyphs.empty * (BAR_WIDTH - filled), style="dim")
-    return bar + Text(f"{100 * share:>4.0f}%")
-
-
-def _last_death(rank: RankStatus, glyphs: Glyphs) -> str:
-    if rank.last_death_s_ago is None:
-        return glyphs.none
-    return f"{duration(rank.last_death_s_ago)} ago: {_first_line(rank.death_cause or '?')}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Column:
-    title: str
-    width: int
-    cell: Callable[[RankStatus, Glyphs], str | Text]
-    is_number: bool = True
-
-
-# In order of what is given up last when the console is narrow. They are shown in `_ORDER`.
-_COLUMNS = (
-    _Column("state", 10, lambda r, g: _state(r.state), is_number=False),
-    _Column("wait", 5, lambda r, g: count(r.waiting)),
-    _Column("run", 5, lambda r, g: count(r.running)),
-    _Column("kv cache", BAR_WIDTH + 5, lambda r, g: _bar(r.kv_cache_usage, g), is_number=False),
-    _Column("tok/s", 7, lambda r, g: f"{r.generation_tokens_per_s:.0f}"),
-    _Column("step", 7, lambda r, g: f"{r.step_ms:.1f}ms" if r.step_ms else g.none),
-    _Column("signal", 7, lambda r, g: _age_ms(r.signal_age_ms, g)),
-    _Column("restarts", 8, lambda r, g: str(r.restarts)),
-    _Column("last death", 24, _last_death, is_number=False),
-    _Column("in tok/s", 8, lambda r, g: f"{r.prompt_tokens_per_s:.0f}"),
-    _Column("queued tok", 10, lambda r, g: count(r.queued_tokens)),
-    _Column("booked tok", 10, lambda r, g: count(r.ledger_tokens)),
-    _Column("hits", 5, lambda r, g: f"{100 * r.prefix_cache_hit_rate:.0f}%"),
-    _Column("requests", 8, lambda r, g: count(r.requests_total)),
-    _Column("device", 12, lambda r, g: r.device or g.none, is_number=False),
-    _Column("pid", 8, lambda r, g: g.none if r.pid is None else str(r.pid)),
+from gateway.dashboard.board import WINDOW_S, Board, Endpoint, RankKey
+from gateway.dashboard.lines import (
+    ALARM,
+    BOLD,
+    BOLD_RED,
+    CYAN,
+    DIM,
+    PLAIN,
+    RED,
+    STATE_STYLES,
+    YELLOW,
+    Frame,
+    Line,
 )
-_ORDER = (
-    "state", "wait", "run", "queued tok", "booked tok", "kv cache", "hits", "in tok/s", "tok/s", "step", "signal", "requests",
-    "restarts", "last death", "device", "pid",
-)  # fmt: skip
-RANK_WIDTH = 4
-GAP = 2
+from gateway.dashboard.pages import detail_lines, help_lines
+from gateway.dashboard.rank_rows import RankTable, group_line
+from gateway.dashboard.state import TROUBLE, ViewState, by_node
+from gateway.dashboard.words import (
+    ASCII,
+    UNICODE,
+    Glyphs,
+    count,
+    duration,
+    first_line,
+    per_second,
+    round_scale,
+    sparkline,
+)
+from gateway.status import Event, FrontEndStatus, RankStatus
+
+MAX_EVENTS = 6  # where there is no height to fill
+MIN_EVENTS = 4  # that keep their place, so that the ranks do not move when something happens
+SLOW_LOOP_MS = 50.0
+SLOW_ANSWER_S = 1.5
+OLD_WORD_S = 2.0  # of a front end: it says something every 250 ms
+RECENT_S = 60.0
+STATE_ORDER = [*TROUBLE, "starting", "paused", "sleeping"]
 
 
-def _rank_table(rows: Sequence[tuple[int, RankStatus]], width: int, glyphs: Glyphs, several: bool) -> Table:
-    columns = _columns_that_fit(width)
-    # One blank of padding and one that separates: together the gap.
-    table = Table(box=glyphs.box, padding=(0, GAP - 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("rank", no_wrap=True, width=RANK_WIDTH)
-    for column in columns:
-        justify = "right" if column.is_number else "left"
-        table.add_column(column.title, justify=justify, no_wrap=True, overflow="ellipsis", width=column.width)  # type: ignore[arg-type]  # rich's Literal
-    for endpoint, rank in rows:
-        name = f"{_endpoint(endpoint, several)}{rank.rank}"
-        table.add_row(name, *[column.cell(rank, glyphs) for column in columns])
-    return table
+def render(board: Board, view: ViewState, now: float) -> Frame:
+    """One frame, exactly as high as the view if that has a height."""
+    glyphs = ASCII if view.ascii_only else UNICODE
+    page = _Page(board, view, now, glyphs)
+    if view.height is None:
+        return Frame(page.everything())
+    lines = page.lines()[: view.height - 1]
+    lines += [page.line() for _ in range(view.height - 1 - len(lines))]
+    return Frame([*lines, page.footer()])
 
 
-def _columns_that_fit(width: int) -> list[_Column]:
-    left = width - RANK_WIDTH - GAP
-    chosen = []
-    for column in _COLUMNS:
-        left -= column.width + GAP
-        if left < 0:
-            break
-        chosen.append(column)
-    return sorted(chosen, key=lambda column: _ORDER.index(column.title))
+class _Page:
+    """The parts of one frame."""
+
+    def __init__(self, board: Board, view: ViewState, now: float, glyphs: Glyphs) -> None:
+        self.board = board
+        self.view = view
+        self.now = now
+        self.glyphs = glyphs
+        self.table = RankTable(board, view.width, glyphs, now)
+
+    def line(self) -> Line:
+        return Line(self.view.width, self.glyphs)
+
+    # --- which parts --------------------------------------------------------------------------------------------------
+
+    def everything(self) -> list[Line]:
+        lines = self.summary(limit=10**6)
+        if self.board.ranks:
+            lines += [self.line(), self.table.head(), *(draw() for _, draw in self.rank_lines()), self.line()]
+        return lines + self.event_lines(MAX_EVENTS)
+
+    def lines(self) -> list[Line]:
+        assert self.view.height is not None
+        view, room = self.view, self.view.height - 1
+        if view.page == "help":
+            return help_lines(self.line, room)
+        summary = self.summary(limit=max(1, room // 5))
+        selected = self.selected_rank()
+        if view.page == "detail" and selected is not None:
+            key, rank = selected
+            events = self.event_lines(
+                room, [event for event in self.events() if event[1].rank == rank.rank and event[0] == key[0]]
+            )
+            return (
+                summary
+                + detail_lines(self.board, key, rank, self.now, self.line, self.glyphs)
+                + [self.rule("its events"), *events]
+            )
+        if view.page == "events":
+            return summary + self.events_page(room - len(summary))
+        return summary + self.board_lines(room - len(summary))
+
+    def board_lines(self, room: int) -> list[Line]:
+        """Ranks and events share what the summary has left; the ranks come first."""
+        rows = self.rank_lines()
+        if not rows:
+            return [self.line(), *self.event_lines(room - 1)]
+        blank = [self.line()] if room >= 16 else []
+        room -= len(blank) + 2  # the table's head, the events' rule
+        num_rows = max(1, min(len(rows), room - min(MIN_EVENTS, room // 4)))
+        selected = next((i for i, (key, _) in enumerate(rows) if key is not None and key == self.view.selected), 0)
+        first = max(0, min(selected - num_rows // 2, len(rows) - num_rows))
+        shown = [draw() for _, draw in rows[first : first + num_rows]]
+        hidden = [(key, first > i) for i, (key, _) in enumerate(rows) if key and not first <= i < first + num_rows]
+        above, below = sum(is_above for _, is_above in hidden), sum(not is_above for _, is_above in hidden)
+        return [
+            *blank,
+            self.table.head(),
+            *shown,
+            self.rule("events", self._hidden(above, below)),
+            *self.event_lines(room - num_rows),
+        ]
+
+    def _hidden(self, above: int, below: int) -> str:
+        parts = [f"{self.glyphs.up} {above} above"] * (above > 0) + [f"{self.glyphs.down} {below} below"] * (below > 0)
+        return "  ".join(parts)
+
+    def rule(self, title: str, note: str = "") -> Line:
+        rule = self.glyphs.rule
+        line = self.line().add(f"{rule * 2} {title} ", DIM)
+        note = f" {note} {rule * 2}" if note else ""
+        return line.add(rule * max(0, line.left - len(note)), DIM).add(note, BOLD)
+
+    # --- the top ------------------------------------------------------------------------------------------------------
+
+    def summary(self, limit: int) -> list[Line]:
+        """Endpoints, rates, totals, front ends: `limit` lines for what there may be many of."""
+        lines = self.endpoint_lines(limit)
+        if self.board.statuses:
+            lines += [self.rates(), self.totals(), *self.front_end_lines(limit)]
+        return lines
+
+    def endpoint_lines(self, limit: int) -> list[Line]:
+        """Those that somebody should look at come first where there is no room for all."""
+        rows = list(enumerate(self.board.endpoints))
+        if len(rows) <= limit:
+            return [self.endpoint(index, endpoint) for index, endpoint in rows]
+        rows.sort(key=lambda row: (row[1].error is None, row[1].status is not None and row[1].status.state == "ready", row[0]))
+        shown, rest = rows[: limit - 1] if limit > 1 else rows[:1], rows[limit - 1 :] if limit > 1 else rows[1:]
+        num_bad = sum(e.error is not None or (e.status is not None and e.status.state != "ready") for _, e in rest)
+        text = f"and {len(rest)} more endpoints, {f'{num_bad} of them not ready' if num_bad else 'all ready'}"
+        return [*(self.endpoint(index, endpoint) for index, endpoint in shown), self.line().add(text, RED if num_bad else DIM)][
+            : max(limit, 1)
+        ]
+
+    def endpoint(self, index: int, endpoint: Endpoint) -> Line:
+        line, status = self.line(), endpoint.status
+        if len(self.board.endpoints) > 1:
+            line.add(f"{index} ", DIM)
+        if endpoint.error is not None:
+            line.add(" unreachable ", ALARM).add(" ").add(endpoint.url, BOLD).add(f" {endpoint.error}", RED)
+            seen = f"seen {duration(self.now - endpoint.read_s)} ago" if status is not None else "never seen"
+            return line.right(f" {seen}, trying ", YELLOW)
+        if status is None:
+            return line.add("connecting", DIM).add(f" {endpoint.url}")
+        line.add(f" {status.state} ", STATE_STYLES.get(status.state, PLAIN) + Style(reverse=True, bold=True)).add(" ")
+        note = self.endpoint_note(endpoint)
+        right = note or f"up {duration(status.uptime_s)}"
+        line.pieces([(status.model, BOLD), *self.rank_states(index, status.ranks)], reserve=len(note) + 1 if note else 0)
+        pieces = [("", PLAIN)]
+        balancer = status.balancer
+        if balancer is not None and balancer.policy != "none":
+            pieces.append((f"{balancer.policy}, {balancer.dispatch}", DIM))
+        pieces += [(text, DIM) for text in (endpoint.url, status.mode, f"gateway {status.version}") if text]
+        return line.pieces(pieces, reserve=len(right) + 2).right(right + " ", YELLOW if note else DIM)
+
+    def endpoint_note(self, endpoint: Endpoint) -> str:
+        """What is not as usual about the connection."""
+        if self.view.paused_s is not None:
+            return f"PAUSED, as of {duration(self.now - endpoint.read_s)} ago"
+        if endpoint.asked_s is not None and self.now - endpoint.asked_s > SLOW_ANSWER_S:
+            return f"no answer for {duration(self.now - endpoint.asked_s)}"
+        if endpoint.back_s is not None and self.now - endpoint.back_s < RECENT_S:
+            times = f", {endpoint.num_outages} outages" if endpoint.num_outages > 1 else ""
+            return f"connection lost, back since {duration(self.now - endpoint.back_s)}{times}"
+        return ""
+
+    def rank_states(self, index: int, ranks: Sequence[RankStatus]) -> list[tuple[str, Style]]:
+        """How many are ready, and which are not."""
+        if not ranks:
+            return []
+        by_state: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_state.setdefault(rank.state, []).append(rank.rank)
+        ready = by_state.pop("ready", [])
+        pieces = [(f"{len(ready)}/{len(ranks)} ready", PLAIN)]
+        order = sorted(by_state, key=lambda s: STATE_ORDER.index(s) if s in STATE_ORDER else 99)
+        for state in order:
+            numbers = by_state[state]
+            names = ",".join(map(str, numbers[:4])) + (f",+{len(numbers) - 4}" if len(numbers) > 4 else "")
+            style = STATE_STYLES.get(state, PLAIN)
+            pieces.append((f"{state}: {names}", BOLD_RED if style is ALARM else style))
+        return pieces
+
+    def rates(self) -> Line:
+        """What goes on now."""
+        board = self.board
+        ranks = [rank for _, rank in board.ranks]
+        width = 60 if self.view.width >= 170 else 30 if self.view.width >= 110 else 12
+        front_ends = [f for status in board.statuses for f in status.front_ends]
+        line = self.line()
+        for title, name in (("out", "generation_tokens_per_s"), ("in", "prompt_tokens_per_s")):
+            values = board.history.buckets(name, width, self.now)
+            scale = round_scale(max((v for v in values if v is not None), default=0.0), 10)
+            line.add(f" {per_second(board.rate(name)):>5}", BOLD).add(f" tok/s {title} ").add(
+                sparkline(values, scale, self.glyphs), CYAN
+            ).add(" ")
+        return line.pieces(
+            [
+                (f"{per_second(board.per_s('requests')):>5} req/s", BOLD),
+                (f"{count(sum(f.in_flight for f in front_ends)):>5} in flight", PLAIN),
+                (f"{count(sum(rank.waiting for rank in ranks)):>5} waiting", PLAIN),
+                (f"{count(sum(rank.running for rank in ranks)):>5} running", PLAIN),
+            ]
+        )
+
+    def totals(self) -> Line:
+        """Since the start. What grew in the last minute and should not have is red."""
+        board = self.board
+        pieces: list[tuple[str, Style]] = [(f"{count(board.total('requests'))} requests", PLAIN)]
+        for name in ("failed", "rejected", "moved", "aborted"):
+            lately = board.growth(name)
+            style = BOLD_RED if name == "failed" and lately else YELLOW if name != "aborted" and lately else PLAIN
+            pieces.append((f"{count(board.total(name))} {name}" + (f" (+{count(lately)})" if lately else ""), style))
+        pieces += [
+            (f"{count(board.total('prompt_tokens'))} tokens in", PLAIN),
+            (f"{count(board.total('generation_tokens'))} out", PLAIN),
+        ]
+        return self.line().add(" ").pieces(pieces)
+
+    def front_end_lines(self, limit: int) -> list[Line]:
+        """As many in a line as go there: all have the same width."""
+        rows = [
+            (f"{i}/{f.index}" if len(self.board.endpoints) > 1 else str(f.index), f)
+            for i, endpoint in enumerate(self.board.endpoints)
+            if endpoint.status is not None
+            for f in endpoint.status.front_ends
+        ]
+        if len(rows) > limit:  # the slow ones
+            rows.sort(key=lambda row: (-row[1].event_loop_lag_ms, row[0]))
+        per_line = max(1, self.view.width // 58)
+        lines = []
+        for start in range(0, min(len(rows), limit * per_line), per_line):
+            line = self.line()
+            for name, front_end in rows[start : start + per_line]:
+                self.front_end(line, name, front_end)
+            lines.append(line)
+        return lines
+
+    def front_end(self, line: Line, name: str, front_end: FrontEndStatus) -> None:
+        lag = front_end.event_loop_lag_ms
+        line.add(" front end ", DIM).add(name.ljust(3)).add(f"{count(front_end.in_flight):>5} in flight")
+        line.add(f"{count(front_end.queued):>5} queued", YELLOW if front_end.queued else PLAIN)
+        line.add("  lag ").add(
+            f"{min(lag, 99_999):>5.1f}ms" if lag < 1000 else f"{min(lag, 999_999) / 1000:>5.1f}s ",
+            RED if lag >= SLOW_LOOP_MS else PLAIN,
+        )
+        if front_end.age_s > OLD_WORD_S:
+            line.add(f" silent {duration(front_end.age_s)}", BOLD_RED)
+
+    # --- ranks --------------------------------------------------------------------------------------------------------
+
+    def rank_lines(self) -> list[tuple[RankKey | None, Callable[[], Line]]]:
+        """Rows and the headings of their nodes, which have no key. Only those that are seen are drawn."""
+        lines: list[tuple[RankKey | None, Callable[[], Line]]] = []
+        for name, rows in by_node(self.board, self.view):
+            if name and rows:
+                lines.append((None, functools.partial(group_line, name, rows, self.view.width, self.glyphs)))
+            lines += [(key, functools.partial(self.rank_line, key, rank)) for key, rank in rows]
+        return lines
+
+    def rank_line(self, key: RankKey, rank: RankStatus) -> Line:
+        is_stale = self.board.endpoints[key[0]].is_stale
+        return self.table.row(key, rank, is_selected=key == self.view.selected, is_stale=is_stale)
+
+    def selected_rank(self) -> tuple[RankKey, RankStatus] | None:
+        return next((row for row in self.board.ranks if row[0] == self.view.selected), None)
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def events(self) -> list[tuple[int, Event, float]]:
+        """Of all endpoints, with the endpoint and their age now, newest first."""
+        events = [
+            (index, event, event.age_s + self.now - endpoint.read_s)
+            for index, endpoint in enumerate(self.board.endpoints)
+            if endpoint.status is not None
+            for event in endpoint.status.events
+        ]
+        return sorted(events, key=lambda row: (row[2], -row[1].seq))
+
+    def event_lines(self, room: int, events: Sequence[tuple[int, Event, float]] | None = None) -> list[Line]:
+        events = self.events() if events is None else events
+        return [self.event(*row) for row in events[: max(0, room)]]
+
+    def event(self, index: int, event: Event, age_s: float) -> Line:
+        style = RED if event.kind in ("death", "stall") else YELLOW if event.kind in ("move", "drain", "scale") else PLAIN
+        if age_s > RECENT_S:
+            style = style + DIM
+        name = "" if event.rank is None else f"rank {self.table.name((index, event.rank))}"
+        line = self.line().add(f"{duration(age_s):>8} ago  ", DIM).add(f"{event.kind:<8}", style)
+        return line.add(f"{name:<10}", style).add(first_line(event.text), style)
+
+    def events_page(self, room: int) -> list[Line]:
+        events = self.events()
+        first = max(0, min(self.view.scroll, len(events) - (room - 1)))
+        shown = events[first : first + room - 1]
+        note = self._hidden(first, len(events) - first - len(shown))
+        return [self.rule("events", note), *self.event_lines(room - 1, shown)]
+
+    # --- the bottom ---------------------------------------------------------------------------------------------------
+
+    def footer(self) -> Line:
+        view = self.view
+        order = view.sort + (" reversed" if view.reverse else "")
+        keys = {
+            "board": [
+                ("q", "quit"),
+                ("?", "help"),
+                ("s", f"sort: {order}"),
+                ("p", "pause"),
+                ("j/k", "select"),
+                ("enter", "detail"),
+                ("e", "events"),
+            ],
+            "detail": [("q", "quit"), ("esc", "back"), ("j/k", "other rank"), ("p", "pause"), ("e", "events")],
+            "events": [("q", "quit"), ("esc", "back"), ("j/k", "scroll"), ("p", "pause")],
+            "help": [("q", "quit"), ("esc", "back")],
+        }[view.page]
+        if view.paused_s is not None:
+            keys = [(key, "go on" if text == "pause" else text) for key, text in keys]
+        line = self.line()
+        for key, text in keys:
+            if len(key) + len(text) + 4 > line.left:
+                break
+            line.add(f" {key}", BOLD).add(f" {text} ", DIM)
+        return line.right(f"every {view.interval_s:g}s ", DIM)
 
 
-# --- words ------------------------------------------------------------------------------------------------------------
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
-
-
-def _age_ms(age_ms: float | None, glyphs: Glyphs) -> str:
-    if age_ms is None:
-        return glyphs.none
-    return f"{age_ms:.0f}ms" if age_ms < 1000 else duration(age_ms / 1000)
-
-
-def duration(seconds: float) -> str:
-    """The two largest units: 4s, 3m 20s, 2h 5m, 3d 4h."""
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    for unit, size, part, part_size in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
-        if whole >= size:
-            return f"{whole // size}{unit} {whole % size // part_size}{part}"
-    raise AssertionError(whole)
-
-
-def count(number: int) -> str:
-    """At most five characters: 999, 12.3k, 4.5M."""
-    if number < 10_000:
-        return str(number)
-    for suffix, size in (("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12)):
-        value = number / size
-        if value < 999.5:
-            return f"{value:.1f}{suffix}" if value < 99.95 else f"{value:.0f}{suffix}"
-    return f"{number:.0e}"
+__all__ = ["WINDOW_S", "render"]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from gateway.event_log import EventLog
 from gateway.front_end_board import FrontEndBoard, Report, whole_endpoint
 from gateway.metrics import RequestMetrics
 from gateway.output_processor import TokenTimes
@@ -68,22 +67,6 @@ def test_counters_go_on_where_the_predecessors_stopped(tmp_path: Path) -> None:
         assert len(whole.front_ends) == 1
         assert num_first_tokens(metrics.plus(r.histograms for r in board.past())) == life + 1
         board.publish(Report(1.0, snapshot, metrics.to_plain()))
-
-
-def test_what_all_front_ends_saw_is_one_event_and_what_each_did_is_each_ones(tmp_path: Path) -> None:
-    board = FrontEndBoard(tmp_path, 0, 2)
-    own, other = EventLog(), EventLog()
-    own.add("ready", 0, "epoch 1 is ready", 1.0, 1)
-    other.add("ready", 0, "epoch 1 is ready", 1.1, 1)
-    other.add("death", 1, "epoch 1 died with 2 requests in flight", 5.0, 1)  # we had not started then
-    other.add("move", 1, "2 requests go on elsewhere", 5.1)
-    own.add("move", 1, "3 requests go on elsewhere", 5.2)
-    FrontEndBoard(tmp_path, 1, 2).publish(Report(8.0, dataclasses.replace(make_snapshot(1, 0), events=other.events(8.0))))
-    snapshot = dataclasses.replace(make_snapshot(0, 0), events=own.events(10.0))
-    events = whole_endpoint(snapshot, board.others(), board.past(), now=10.0).events
-    assert [(e.seq, e.kind, e.rank, e.age_s) for e in events] == [
-        (1, "ready", 0, 9.0), (2, "death", 1, 5.0), (3, "move", 1, 4.9), (4, "move", 1, 4.8),
-    ]  # fmt: skip
 
 
 def test_a_disk_that_takes_nothing_costs_the_others_our_numbers_and_is_reported_once(

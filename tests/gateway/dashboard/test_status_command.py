@@ -18,8 +18,9 @@ from aiohttp import web
 from rich.console import Console
 
 from gateway.cli import status as command
-from gateway.dashboard.feed import Reading, StatusFeed, exit_code, parse
-from gateway.dashboard.live import watch
+from gateway.dashboard.board import Board
+from gateway.dashboard.feed import StatusFeed, exit_code, parse
+from gateway.dashboard.live import follow
 from gateway.status import RankStatus
 
 DEADLINE_S = 60.0
@@ -89,28 +90,29 @@ async def test_the_key_comes_from_the_flag_or_the_environment(
     assert await run_command("--url", url, "--once") == 0
 
 
-async def test_the_board_goes_on_through_an_outage(serve: Any) -> None:
-    """Frames come although the endpoint is away, and show it again when it is back."""
+async def test_a_pipe_gets_frame_after_frame_and_what_it_is_that_cannot_be_reached(serve: Any) -> None:
     served = await serve()
-    url, engine = served.url, served.engine
-    for is_terminal in (True, False):
-        console = Console(file=StringIO(), width=100, force_terminal=is_terminal)
-        latest: list[Reading] = []
-        async with StatusFeed([url, free_url()]) as feed:
-            watching = asyncio.ensure_future(watch(console, feed, 0.01, latest))
-            await until(lambda latest=latest: bool(latest) and latest[0].status is not None)
-            engine.state = "draining"
-            await until(lambda latest=latest: latest[0].status is not None and latest[0].status.state == "draining")
-            assert latest[1].error is not None
-            engine.state = "ready"
-            await until(lambda latest=latest: latest[0].status is not None and latest[0].status.state == "ready")
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
-        assert isinstance(console.file, StringIO)
-        assert "draining" in console.file.getvalue()
+    console = Console(file=StringIO(), width=100)
+    async with StatusFeed([served.url, free_url()]) as feed:
+        board = Board(feed.urls)
+        following = asyncio.ensure_future(follow(console, feed, 0.01, board, ascii_only=False))
+        await until(lambda: board.endpoints[0].status is not None)
+        served.engine.state = "draining"
+        await until(lambda: any(status.state == "draining" for status in board.statuses))
+        assert board.endpoints[1].error is not None
+        served.engine.state = "ready"
+        await until(lambda: any(status.state == "ready" for status in board.statuses))
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+    assert isinstance(console.file, StringIO)
+    text = console.file.getvalue()
+    assert " draining " in text
+    assert "unreachable" in text
+    assert "\x1b" not in text
 
 
 async def until(condition: Callable[[], bool]) -> None:
+    """Of states that stay."""
     async with asyncio.timeout(DEADLINE_S):
         while not condition():  # frames come when they come: there is no event
             await asyncio.sleep(0.005)
@@ -129,7 +131,7 @@ async def test_what_answers_but_is_no_gateway_is_an_error_not_a_crash() -> None:
     await web.SockSite(runner, listener).start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     async with StatusFeed([url, url + "/elsewhere"]) as feed:
-        html, missing = await feed.read()
+        html, missing = await feed.read_all()
     assert "is no gateway" in (html.error or "")
     assert missing.error == "answered 404 Not Found"
     await runner.cleanup()
@@ -140,7 +142,7 @@ async def test_a_server_that_never_answers_is_given_up() -> None:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         async with StatusFeed([f"http://127.0.0.1:{listener.getsockname()[1]}"], timeout_s=0.05) as feed:
-            (reading,) = await feed.read()
+            (reading,) = await feed.read_all()
     assert reading.error == "no answer within 0.05 s"
 
 
@@ -153,6 +155,30 @@ def test_documents_of_other_versions_are_read() -> None:
     assert reading.status.ranks[0].state == "ready"
     assert reading.document["new_field"] == 1
     assert exit_code([reading]) == 0
+
+
+def test_what_a_server_of_another_version_leaves_out_or_says_otherwise_costs_that_field_only() -> None:
+    old = {"state": "ready", "ranks": [{"rank": 0, "state": "ready", "waiting": "3", "running": [], "kv_cache_usage": 1}]}
+    reading = parse(
+        "http://h", json.dumps(old | {"totals": {"requests": 5, "failed": None}, "events": [{"seq": "x"}]}).encode()
+    )
+    status = reading.status
+    assert status is not None
+    assert (status.version, status.uptime_s, status.front_ends) == ("", 0.0, ())
+    (rank,) = status.ranks
+    assert (rank.rank, rank.epoch, rank.waiting, rank.running, rank.kv_cache_usage) == (0, 0, 3, 0, 1.0)
+    assert (status.totals.requests, status.totals.failed) == (5, 0)
+    assert status.events[0].kind == ""
+    assert exit_code([reading]) == 0
+
+
+@pytest.mark.parametrize("body", ["[]", '{"ranks": []}', '{"state": 1}', '"ready"', "nothing", ""])
+def test_other_documents_are_no_status(body: str) -> None:
+    assert "is no gateway" in (parse("http://h", body.encode()).error or "")
+
+
+def test_nothing_read_is_not_well() -> None:
+    assert StatusFeed(["http://h"]).exit_code == 2
 
 
 @pytest.mark.parametrize("mode", ["--json", "--once"])

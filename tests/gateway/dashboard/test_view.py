@@ -1,16 +1,25 @@
-"""Frames of the board at fixed widths."""
+"""Frames of the board at fixed sizes."""
 
 from __future__ import annotations
 
+import dataclasses
 from io import StringIO
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
+from gateway.dashboard.board import Board
 from gateway.dashboard.feed import Reading
-from gateway.dashboard.view import count, duration, render
+from gateway.dashboard.state import SORTS, Page, ViewState
+from gateway.dashboard.view import render
 from gateway.status import BalancerStatus, Event, FrontEndStatus, RankStatus, StatusSnapshot, Totals
+from scripts.board_scenes import board_at, roles
+
+NOW = 100.0
+SCENE_S = 72.0
+CAUSE = "killed by signal 9\nTraceback (most recent call last)"
 
 
 def make_status(**fields: Any) -> StatusSnapshot:
@@ -18,10 +27,10 @@ def make_status(**fields: Any) -> StatusSnapshot:
         "version": "0.1.0", "mode": "DPLBAsyncMPClient", "model": "smollm2", "uptime_s": 754.0, "state": "degraded",
         "front_ends": (FrontEndStatus(index=0, pid=4242, in_flight=12, event_loop_lag_ms=0.4),),
         "ranks": (
-            RankStatus(rank=0, epoch=1, state="ready", running=12, waiting=3, kv_cache_usage=0.42, generation_tokens_per_s=164,
-                       step_ms=18.2, signal_age_ms=4),
-            RankStatus(rank=1, epoch=2, state="dead", signal_age_ms=4200, restarts=1, last_death_s_ago=12.0,
-                       death_cause="killed by signal 9\nTraceback (most recent call last)"),
+            RankStatus(rank=0, epoch=1, state="ready", running=64, waiting=5, kv_cache_usage=0.42, generation_tokens_per_s=164,
+                       step_ms=18.2, signal_age_ms=4, max_num_seqs=256, prefix_cache_hit_rate=0.5),
+            RankStatus(rank=1, epoch=2, state="dead", restarts=1, last_death_s_ago=12.0, death_cause=CAUSE,
+                       restart_pending=True),
         ),
         "totals": Totals(requests=17, aborted=1, failed=3, prompt_tokens=90_000, generation_tokens=800),
         "balancer": BalancerStatus(policy="least_tokens", dispatch="early", signal_age_ms=4),
@@ -31,107 +40,254 @@ def make_status(**fields: Any) -> StatusSnapshot:
     return StatusSnapshot(**(usual | fields))
 
 
-def frame(width: int, *readings: Reading, ascii_only: bool = False, color: bool = False) -> str:
+def make_board(*statuses: StatusSnapshot | str) -> Board:
+    """Each endpoint has just been looked at; a string is why there is no status."""
+    board = Board([f"http://h:{8000 + i}" for i in range(len(statuses))])
+    for i, status in enumerate(statuses):
+        url = board.endpoints[i].url
+        reading = Reading(url, error=status) if isinstance(status, str) else Reading(url, status)
+        board.note(i, reading, NOW)
+    return board
+
+
+def draw(board: Board, now: float = NOW, *, color: str | None = None, no_color: bool = False, **view: Any) -> list[str]:
+    """The lines of a frame."""
+    view = {"width": 80} | view
     console = Console(
-        width=width, file=StringIO(), force_terminal=color, color_system="standard" if color else None, legacy_windows=False
-    )
-    console.print(render(readings or [Reading("http://h:8000", make_status())], width, ascii_only=ascii_only))
+        width=view["width"], file=StringIO(), force_terminal=color is not None, color_system=color, legacy_windows=False,
+        no_color=no_color,
+    )  # type: ignore[call-overload]  # rich's Literal  # fmt: skip
+    console.print(render(board, ViewState(**view), now), end="", no_wrap=True, crop=False)
     assert isinstance(console.file, StringIO)
-    return console.file.getvalue()
+    return console.file.getvalue().split("\n")[:-1]
 
 
 def test_a_frame_of_eighty_columns_shows_the_essentials() -> None:
-    lines = [line.rstrip() for line in frame(80).splitlines()]
-    assert lines == [
-        "degraded · gateway 0.1.0 · smollm2 · DPLBAsyncMPClient · up 12m 34s · http://h:…",
+    assert [line.rstrip() for line in draw(make_board(make_status()))] == [
+        " degraded  smollm2 · 1/2 ready · dead: 1 · least_tokens, early       up 12m 34s",
+        "   164 tok/s out            ▇      0 tok/s in            ▁     0 req/s",
+        " 17 requests · 3 failed · 0 rejected · 0 moved · 1 aborted · 90.0k tokens in",
+        " front end 0     12 in flight    0 queued  lag   0.4ms",
         "",
-        "rank  state        wait    run  kv cache           tok/s     step   signal",
-        "──────────────────────────────────────────────────────────────────────────",
-        "0     ready           3     12  ████░░░░░░  42%      164   18.2ms      4ms",
-        "1     dead            0      0  ░░░░░░░░░░   0%        0        –       4s",
+        "rank state      waiting  running  kv cache  tok/s minute    step signal hits rst",
+        "   1 dead       12s ago: killed by signal 9                           comes back",
+        "   0 ready         5 █▌    64 ▊    42% █▋     164       ▇ 18.2ms    4ms  50%   –",
         "",
-        "front end 0 · pid 4242 · 12 in flight · 0 queued · loop lag 0.4 ms",
-        "17 requests · 1 aborted · 3 failed · 0 rejected · 0 moved · 90.0k tokens in · 8…",
-        "policy least_tokens · dispatch early · oldest signal 4ms",
-        "    12s ago  death    rank 1 gone",
-        " 1m 30s ago  ready    rank 1 up",
+        "     12s ago  death   rank 1    gone",
+        "  1m 30s ago  ready   rank 1    up",
     ]
 
 
-@pytest.mark.parametrize("width", [40, 60, 79, 80, 100, 120, 160, 200, 300])
+PAGES: list[Page] = ["board", "detail", "events", "help"]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8, 64])
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (200, 60), (40, 10), (500, 100)])
 @pytest.mark.parametrize("ascii_only", [False, True])
-def test_no_line_is_wider_than_the_console(width: int, ascii_only: bool) -> None:
-    readings = [Reading(f"http://h:{i}", make_status()) for i in range(3)] + [Reading("http://h:3", error="no")]
-    text = frame(width, *readings, ascii_only=ascii_only)
-    assert max(map(len, text.splitlines())) <= width
-    # One line per heading, row, front end, total, policy and event: nothing wraps.
-    assert len(text.splitlines()) == 4 + (4 + 6) + 3 + 1 + 1 + 6
+def test_every_page_has_the_size_of_the_console(num_ranks: int, width: int, height: int, ascii_only: bool) -> None:
+    board = board_at(num_ranks, SCENE_S, history_s=2)
+    for page in PAGES:
+        lines = draw(board, SCENE_S, width=width, height=height, page=page, selected=(0, 1), ascii_only=ascii_only)
+        assert len(lines) == height, page
+        assert max(map(cell_len, lines)) <= width, page
+        assert not ascii_only or "".join(lines).isascii(), page
 
 
-def test_a_wide_frame_adds_columns_and_a_death_has_its_cause_on_one_line() -> None:
-    assert "12s ago: killed by sig" in frame(120)
-    for title in ("queued tok", "booked tok", "hits", "in tok/s", "requests", "restarts", "last death", "device", "pid"):
-        assert title in frame(200)
-    assert "Traceback" not in frame(200)
+@pytest.mark.parametrize("num_ranks", [2, 8, 64])
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (200, 60)])
+def test_ranks_in_trouble_are_on_top_and_say_why(num_ranks: int, width: int, height: int) -> None:
+    lines = draw(board_at(num_ranks, SCENE_S, history_s=2), SCENE_S, width=width, height=height)
+    who = roles(num_ranks)
+    head = next(i for i, line in enumerate(lines) if line.startswith("rank state"))
+    rows = [line.split() for line in lines[head + 1 :] if line.split()[1:2] and line.split()[0].isdigit()]
+    order = [state for state in ("dead", "stalled", "draining") if state in who]
+    assert [row[:2] for row in rows[: len(order)]] == [[str(who[state]), state] for state in order]
+    (dead,) = (line for line in lines if f" {who['dead']} dead" in line)
+    assert "27s ago: process 4242 was killed by signal 9 (SIGKILL)" in dead
+    assert all(f"{state}: {who[state]}" in lines[0] for state in order)
 
 
-def test_states_are_words_in_colour() -> None:
-    text = frame(100, color=True)
+def test_columns_do_not_move_when_numbers_change() -> None:
+    """From 0 to as large as they get."""
+    small = RankStatus(rank=0, epoch=1, state="ready")
+    large = RankStatus(
+        rank=0, epoch=10**6, state="ready", waiting=10**9, running=10**9, kv_cache_usage=1.0, prefix_cache_hit_rate=1.0,
+        queued_tokens=10**12, prompt_tokens_per_s=1e9, generation_tokens_per_s=1e9, step_ms=1e9, signal_age_ms=1e9,
+        ledger_tokens=10**12, restarts=999, requests_total=10**12, requests_moved_away=10**9, last_death_s_ago=1e8,
+        death_cause="x" * 1000,
+    )  # fmt: skip
+    for width in (80, 120, 200):
+        rows = [
+            next(line for line in draw(make_board(make_status(ranks=(rank,))), width=width) if " ready " in line[:12])
+            for rank in (small, large)
+        ]
+        separators = [{i for i, char in enumerate(line) if char != " "} for line in rows]
+        head = next(line for line in draw(make_board(make_status()), width=width) if line.startswith("rank state"))
+        # Where a title ends, a number ends, whatever its length.
+        for title in ("tok/s", "step", "signal", "hits", "rst"):
+            end = head.index(f" {title}") + len(title)
+            assert all(end in cells for cells in separators), (width, title)
+
+
+def test_a_wide_frame_adds_columns() -> None:
+    head = next(line for line in draw(make_board(make_status()), width=200) if line.startswith("rank"))
+    for title in ("waiting", "running", "kv cache", "in tok/s", "tok/s", "last minute", "step", "signal", "hits", "queued"):
+        assert title in head
+    for title in ("booked", "requests", "moved", "rst", "last death"):
+        assert title in head
+    assert "\n".join(draw(make_board(make_status()), width=200)).count("Traceback") == 0
+
+
+def test_states_are_words_in_colour_and_trouble_stands_out_without_colours_too() -> None:
+    text = "\n".join(draw(make_board(make_status()), color="standard"))
     assert "\x1b[32mready" in text
-    assert "\x1b[1;31mdead" in text
-    assert "\x1b" not in frame(100)
+    assert "\x1b[1;7;31mdead" in text
+    plain = "\n".join(draw(make_board(make_status()), color="standard", no_color=True))
+    assert "\x1b[1;7mdead" in plain
+    assert "\x1b[32m" not in plain
+    assert "\x1b" not in "\n".join(draw(make_board(make_status())))
 
 
-def test_ascii_frames_hold_only_ascii() -> None:
-    text = frame(100, ascii_only=True)
-    assert text.isascii() or {char for char in text if not char.isascii()} == {"…"}
-    assert "####......  42%" in text
+def test_no_text_of_a_server_reaches_the_terminal_as_a_command() -> None:
+    evil = "\x1b]0;owned\x07\x1b[2J"
+    rank = RankStatus(rank=0, epoch=1, state=evil, death_cause=evil, last_death_s_ago=1.0, node=evil, device=evil)
+    event = Event(seq=1, age_s=1, kind=evil, rank=0, text=evil)
+    status = make_status(state=evil, model=evil, mode=evil, version=evil, ranks=(rank,), events=(event,))
+    for page in PAGES:
+        for width in (80, 200):
+            lines = draw(make_board(status, evil), width=width, height=40, page=page, selected=(0, 0))
+            assert "\x1b" not in "".join(lines)
+            assert "\x07" not in "".join(lines)
+
+
+def test_sixty_four_ranks_scroll_with_the_selected_one_in_sight() -> None:
+    board = board_at(64, SCENE_S, history_s=2)
+    for rank in range(64):
+        lines = draw(board, SCENE_S, height=24, selected=(0, rank))
+        (marked,) = (line for line in lines if line.startswith("▶"))
+        assert marked.split()[1] == str(rank)
+        rule = next(line for line in lines if line.startswith("── events"))
+        hidden = sum(int(word) for word in rule.split() if word.isdigit())
+        shown = sum(
+            line.split()[0].lstrip("▶").isdigit() or line.startswith("▶")
+            for line in lines[6:]
+            if " ago " not in line[:14] and line.strip()
+        )
+        assert hidden + shown >= 64
+
+
+def test_ranks_of_several_nodes_are_grouped() -> None:
+    lines = draw(board_at(64, SCENE_S, history_s=2), SCENE_S, width=120, height=None)
+    headings = [line for line in lines if line.startswith("── ")]
+    assert [line.split("  ")[0] for line in headings] == ["── trouble", *(f"── node gpu-{i:02d}" for i in range(8))]
+    assert "7/7 ready" in headings[1]
+    assert "8/8 ready" in headings[2]
+
+
+def test_each_order_is_the_one_it_says() -> None:
+    board = board_at(8, SCENE_S, history_s=2)
+    status = board.statuses[0]
+    for sort, name in (("waiting", "waiting"), ("running", "running"), ("tok/s", "generation_tokens_per_s")):
+        rows = [
+            int(line.split()[0])
+            for line in draw(board, SCENE_S, sort=sort)
+            if line.split()[:1] and line.split()[0].isdigit() and len(line.split()) > 3 and line[5:6].isalpha()
+        ]
+        values = [getattr(status.ranks[rank], name) for rank in rows]
+        assert values == sorted(values, reverse=True)
+        assert f"sort: {sort}" in draw(board, SCENE_S, sort=sort, height=24)[-1]
+    assert set(SORTS) >= {"trouble", "rank", "kv cache", "step"}
 
 
 def test_an_unreachable_endpoint_says_why_beside_those_that_answer() -> None:
-    text = frame(100, Reading("http://h:1", error="Connection refused"), Reading("http://h:2", make_status()))
-    lines = text.splitlines()
-    assert lines[0].rstrip() == "0/ unreachable · http://h:1 · Connection refused"
-    assert lines[1].startswith("1/ degraded")
-    assert [line.split()[0] for line in lines if line.startswith(("1/0", "1/1"))] == ["1/0", "1/1"]
+    lines = draw(make_board("Connection refused", make_status()), width=100)
+    assert lines[0].startswith("0  unreachable  http://h:8000 Connection refused")
+    assert lines[0].rstrip().endswith("never seen, trying")
+    assert lines[1].startswith("1  degraded ")
 
 
-def test_a_long_reason_is_shown_in_full() -> None:
-    text = frame(40, Reading("http://h:1", error="refused " * 20))
-    assert text.count("refused") == 20
-    assert max(map(len, text.splitlines())) <= 40
+def test_ranks_of_several_endpoints_have_the_endpoint_in_their_names_only_where_they_need_it() -> None:
+    same = draw(make_board(make_status(), make_status()), width=100)
+    assert {line.split()[0] for line in same if " ready " in line[:20] and "/" in line[:5]} == {"0/0", "1/0"}
+    ranks = [tuple(dataclasses.replace(rank, rank=rank.rank + 2 * i) for rank in make_status().ranks) for i in range(2)]
+    other = draw(make_board(*(make_status(ranks=r) for r in ranks)), width=100)
+    assert {line.split()[0] for line in other if line[5:10] == "ready"} == {"0", "2"}
 
 
-def test_nothing_but_an_unreachable_endpoint_is_a_frame_too() -> None:
-    assert frame(100, Reading("http://h:1", error="no answer within 5 s")).rstrip() == (
-        "unreachable · http://h:1 · no answer within 5 s"
+def test_of_many_endpoints_those_in_trouble_are_shown() -> None:
+    fine = make_status(state="ready", ranks=(RankStatus(rank=0, epoch=1, state="ready"),), events=())
+    lines = draw(make_board(*[fine] * 20, "no answer within 5 s"), height=24)
+    assert lines[0].startswith("20  unreachable")
+    assert "more endpoints, all ready" in lines[3]
+
+
+def test_the_last_view_is_kept_with_its_age_while_the_endpoint_is_away() -> None:
+    board = make_board(make_status())
+    board.note(0, Reading("http://h:8000", error="Connection refused"), NOW + 7)
+    lines = draw(board, NOW + 12)
+    assert "unreachable" in lines[0]
+    assert lines[0].rstrip().endswith("seen 12s ago, trying")
+    assert any(line.startswith("   0 ready") for line in lines)
+    board.note(0, Reading("http://h:8000", make_status()), NOW + 20)
+    assert "connection lost, back since 5s" in draw(board, NOW + 25, width=100)[0]
+    assert "connection lost" not in draw(board, NOW + 100, width=100)[0]
+
+
+def test_an_endpoint_that_does_not_answer_is_told_before_it_is_given_up() -> None:
+    board = make_board(make_status())
+    board.endpoints[0].asked_s = NOW
+    assert "no answer for 3s" in draw(board, NOW + 3)[0]
+
+
+def test_a_pause_shows_how_old_the_picture_is() -> None:
+    lines = draw(make_board(make_status()), NOW + 30, height=24, paused_s=NOW + 1)
+    assert "PAUSED, as of 30s ago" in lines[0]
+    assert "p go on" in lines[-1]
+
+
+def test_a_starting_endpoint_shows_how_far_its_ranks_are() -> None:
+    ranks = (
+        RankStatus(rank=0, epoch=1, state="starting", pid=77, start_progress=0.6),
+        RankStatus(rank=1, epoch=0, state="starting", start_progress=0.0),
     )
+    lines = draw(make_board(make_status(state="starting", ranks=ranks, events=(), balancer=None)))
+    assert "   0 starting    60% ████████████         of its weights, pid 77" in [line.rstrip() for line in lines]
+    assert any(line.startswith("   1 starting   loading") for line in lines)
+    assert "starting: 0,1" in lines[0]
+
+
+def test_a_starting_endpoint_without_ranks_has_no_empty_table() -> None:
+    text = "\n".join(draw(make_board(make_status(state="starting", ranks=(), events=(), balancer=None))))
+    assert "rank state" not in text
+    assert text.startswith(" starting ")
 
 
 def test_totals_of_several_endpoints_add_up_and_events_are_the_newest_of_all() -> None:
     old, new = (make_status(events=(Event(seq=1, age_s=age, kind="move", rank=None, text=f"{age}"),)) for age in (50, 5))
-    lines = [line.strip() for line in frame(120, Reading("http://h:1", old), Reading("http://h:2", new)).splitlines()]
-    assert any(line.startswith("34 requests · 2 aborted · 6 failed") for line in lines)
-    assert lines[-2:] == ["5s ago  move     5", "50s ago  move     50"]
+    lines = [line.strip() for line in draw(make_board(old, new), width=120)]
+    assert any(line.startswith("34 requests · 6 failed · 0 rejected · 0 moved · 2 aborted") for line in lines)
+    assert [line.split() for line in lines[-2:]] == [["5s", "ago", "move", "5"], ["50s", "ago", "move", "50"]]
 
 
-def test_a_starting_endpoint_without_ranks_has_no_empty_table() -> None:
-    text = frame(80, Reading("http://h:1", make_status(state="starting", ranks=(), events=(), balancer=None)))
-    assert "rank" not in text
-    assert text.startswith("starting")
+def test_what_failed_in_the_last_minute_is_told() -> None:
+    board = make_board(make_status())
+    board.note(0, Reading("http://h:8000", make_status(totals=Totals(requests=37, failed=5))), NOW + 10)
+    lines = draw(board, NOW + 10)
+    assert "5 failed (+2)" in lines[2]
+    assert "2.0 req/s" in lines[1]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0s"), (59.9, "59s"), (60, "1m 0s"), (754, "12m 34s"), (7500, "2h 5m"), (356_400, "4d 3h")]
-)
-def test_durations_have_two_units(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+def test_the_detail_of_a_rank_has_its_whole_cause_its_events_and_what_a_newer_server_says_of_it() -> None:
+    body = b'{"ranks": [{"rank": 1, "novel_number": 7}]}'
+    board = Board(["http://h:8000"])
+    board.note(0, Reading("http://h:8000", make_status(), body), NOW)
+    text = "\n".join(draw(board, width=100, height=40, page="detail", selected=(0, 1)))
+    assert "died 12s ago: killed by signal 9 Traceback" in text
+    assert "novel_number" in text
+    assert "gone" in text
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0"), (9999, "9999"), (10_000, "10.0k"), (123_456, "123k"), (999_600, "1.0M"), (4_500_000, "4.5M"), (10**18, "1e+18")],
-)
-def test_counts_fit_in_five_characters(number: int, text: str) -> None:
-    assert count(number) == text
-    assert len(count(number)) <= 5
+def test_a_selected_rank_that_is_gone_falls_back_to_the_board() -> None:
+    assert any(
+        line.startswith("rank state") for line in draw(make_board(make_status()), height=24, page="detail", selected=(0, 9))
+    )
