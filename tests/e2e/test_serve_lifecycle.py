@@ -73,6 +73,29 @@ def test_signal_while_ranks_are_loading_ends_it_with_code_0(marked: MarkedRun, s
     assert marked.leftovers() == []
 
 
+def test_ranks_are_in_the_status_while_they_start(
+    marked: MarkedRun, simulated: list[str], port_range: Callable[[int], int]
+) -> None:
+    port = port_range(1)
+    url = f"http://127.0.0.1:{port}"
+    serve = marked.start(*simulated, "fault=stall_at_step=0", "-dp", "2", "--port", str(port))
+
+    def starting() -> Any:
+        try:
+            document = requests.get(f"{url}/status", timeout=10).json()
+        except requests.ConnectionError:
+            return None
+        return document if len(document["ranks"]) == 2 and all(row["pid"] for row in document["ranks"]) else None
+
+    document = poll_until(starting, "both ranks have a process")
+    assert document["state"] == "starting"
+    assert [(row["rank"], row["epoch"], row["state"]) for row in document["ranks"]] == [(0, 1, "starting"), (1, 1, "starting")]
+    assert requests.get(f"{url}/health", timeout=10).status_code == 503
+    serve.terminate()
+    assert serve.wait(END_TIMEOUT_S) == 0
+    assert marked.leftovers() == []
+
+
 def test_signal_before_the_front_end_listens_does_not_wait_for_the_drain_timeout(
     marked: MarkedRun, simulated: list[str]
 ) -> None:
