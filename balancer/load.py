@@ -16,6 +16,7 @@ class RoutingRequest:
     num_prompt_tokens: int  # all of them, cached or not
     pinned_rank: int | None = None  # the caller chose (`X-data-parallel-rank`); no policy is asked
     session_id: str | None = None
+    tenant: str | None = None  # whose it is, where tenants are to get equal shares
     priority: int = 0  # lower first
     lora_name: str | None = None
     block_keys: Sequence[BlockKey] = ()  # landmarks of what a cache may spare it; none where nobody asks

@@ -226,6 +226,7 @@ class AsyncLLM(EngineClient):
         priority: int = 0,
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
+        tenant: str | None = None,
         kv_hints: Mapping[str, Any] | None = None,
         prompt_text: str | None = None,
         cache_salt: str | None = None,
@@ -241,7 +242,7 @@ class AsyncLLM(EngineClient):
                 self._warn_once(f"{name} has no effect yet")
         options = RequestOptions(
             request_id=request_id, prompt_text=prompt_text, priority=priority, data_parallel_rank=data_parallel_rank,
-            session_id=session_id, lora_name=lora_request, cache_salt=cache_salt,
+            session_id=session_id, tenant=tenant, lora_name=lora_request, cache_salt=cache_salt,
             trace_headers=self._kept(trace_headers), tokenization_kwargs=tokenization_kwargs, timeout_s=timeout_s,
         )  # fmt: skip
         if isinstance(prompt, AsyncIterator):
@@ -310,12 +311,13 @@ class AsyncLLM(EngineClient):
         priority: int = 0,
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
+        tenant: str | None = None,
         prompt_text: str | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         options = RequestOptions(
             request_id=request_id, prompt_text=prompt_text, priority=priority, data_parallel_rank=data_parallel_rank,
-            session_id=session_id, pooling_params=pooling_params, timeout_s=timeout_s,
+            session_id=session_id, tenant=tenant, pooling_params=pooling_params, timeout_s=timeout_s,
             trace_headers=self._kept(trace_headers),
         )  # fmt: skip
         self.model_config.check_task("embed")

@@ -132,7 +132,7 @@ class BalancerConfig:
     dispatch: Literal["early", "late"] = opt(
         "early", "bind a request to a rank when it comes, or when the rank has room for it"
     )
-    dispatch_order: Literal["fcfs", "shortest"] = opt("fcfs", "of requests that wait for a rank, with --dispatch late")
+    dispatch_order: Literal["fcfs", "shortest", "fair"] = opt("fcfs", "of requests that wait for a rank, with --dispatch late")
 
     def __post_init__(self) -> None:
         from balancer.policies import POLICIES

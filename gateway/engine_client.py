@@ -154,6 +154,7 @@ class EngineClient(Operations):
         priority: int = 0,
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
+        tenant: str | None = None,
         kv_hints: Mapping[str, Any] | None = None,
         prompt_text: str | None = None,
         cache_salt: str | None = None,
@@ -171,7 +172,8 @@ class EngineClient(Operations):
         * `tokenization_kwargs`: for a prompt that is text; `add_special_tokens` (True) is the one there is.
         * `trace_headers`: W3C trace context of the caller; dropped, with one warning, where no traces endpoint is configured.
         * `priority`: lower is sooner, with `--scheduling-policy priority`.
-        * `data_parallel_rank`: this rank and no other; `session_id`: what requests of one conversation have in common.
+        * `data_parallel_rank`: this rank and no other; `session_id`: what requests of one conversation have in common;
+          `tenant`: whose it is, where tenants get equal shares (`--dispatch-order fair`).
         * `timeout_s`: a request that has a sequence without a token by then ends.
         * `prompt_text`: what `prompt` ids were made from. `cache_salt`: only requests with the same share prefixes.
         * `kv_hints`, `reasoning_ended`, `reasoning_parser_kwargs`: taken and without effect yet, which the log says once.
@@ -208,6 +210,7 @@ class EngineClient(Operations):
         priority: int = 0,
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
+        tenant: str | None = None,
         prompt_text: str | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:

@@ -37,6 +37,7 @@ class RequestOptions:
     priority: int = 0
     data_parallel_rank: int | None = None
     session_id: str | None = None
+    tenant: str | None = None
     lora_name: str | None = None
     cache_salt: str | None = None
     pooling_params: PoolingParams | None = None
@@ -111,6 +112,7 @@ class RequestSender:
             tokens_per_key=tokens_per_key,
             pinned_rank=options.data_parallel_rank,
             session_id=options.session_id,
+            tenant=options.tenant,
             priority=options.priority,
             lora_name=options.lora_name,
         )

@@ -49,6 +49,7 @@ class SimulatedFrontEnd:
         self.index = index
         self.queue = queue
         self._queued: dict[int, SimulatedRequest] = {}
+        self._bound: dict[int, SimulatedRequest] = {}  # from the queue, to be charged for what they get
         self.balancer = balancer
         self.ledger: LoadLedger = balancer.ledger
         self._reporting = reporting
@@ -92,6 +93,13 @@ class SimulatedFrontEnd:
             for client, handle in report.finished:
                 if client == self.index:
                     self.ledger.release(handle)
+                    self._charge(handle)
+
+    def _charge(self, handle: int) -> None:
+        """At its end for all that it got: tokens are not told one by one here."""
+        request = self._bound.pop(handle, None)
+        if request is not None and self.queue is not None:
+            self.queue.on_tokens(request.trace.tenant, request.trace.num_output_tokens)
 
     def _read_load(self, line: _Line, until_s: float) -> None:
         report = line.loads.popleft()
@@ -122,7 +130,8 @@ class SimulatedFrontEnd:
         """To be called after whatever may have made room."""
         if self.queue:
             for dispatch in self.queue.dispatches(lambda lora_name: eligible, now):
-                self._send(self._queued.pop(dispatch.handle), dispatch.choice.rank_id, now)
+                request = self._bound[dispatch.handle] = self._queued.pop(dispatch.handle)
+                self._send(request, dispatch.choice.rank_id, now)
 
     def _dispatch(self, request: SimulatedRequest, eligible: Collection[RankId], now: float) -> None:
         routing = self.routing(request)
@@ -144,6 +153,7 @@ class SimulatedFrontEnd:
             num_prompt_tokens=request.num_prompt_tokens,
             block_keys=request.landmarks(self._block_size) if has_index else (),
             tokens_per_key=self._block_size * landmark_stride(self._block_size),
+            tenant=request.trace.tenant,
             request=request,
         )
 
@@ -158,6 +168,7 @@ class SimulatedFrontEnd:
         """Its client has left. Nothing to do if its end is here already."""
         if self.queue is not None and self.queue.remove(request.handle):
             del self._queued[request.handle]
+        self._bound.pop(request.handle, None)
         rank_id = self.ledger.rank_of(request.handle)
         if rank_id is None:
             return

@@ -26,6 +26,7 @@ class TraceRequest:
     num_prompt_tokens: int
     num_output_tokens: int
     hash_ids: tuple[int, ...] = ()  # equal beginnings stand for equal prompts, in blocks of `HASH_ID_TOKENS`
+    tenant: str | None = None  # whose it is; no trace says so
 
 
 def load_trace(path: Path, max_requests: int | None = None) -> list[TraceRequest]:

@@ -94,7 +94,7 @@ def _add_front_ends(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--dispatch-order",
-        choices=("fcfs", "shortest"),
+        choices=("fcfs", "shortest", "fair"),
         default=DEFAULTS.dispatch_order,
         help="as in serve (default: %(default)s)",
     )

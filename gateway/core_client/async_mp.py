@@ -285,6 +285,9 @@ class AsyncMPClient(EngineCoreClient):
     def _on_room(self) -> None:
         """Something has happened that may have made room on a rank. Overridden where requests wait for it."""
 
+    def _note_tokens(self, outputs: m.EngineCoreOutputs) -> None:
+        """Overridden where somebody counts what a tenant gets."""
+
     def _on_message(self, message: Message) -> None:
         rank = self.ranks.living(getattr(message, "rank_id", None))
         if rank is None:
@@ -296,6 +299,7 @@ class AsyncMPClient(EngineCoreClient):
                 life.health.on_sign_of_life(now, message.step, True)
                 for row in message.first_tokens:
                     self.ledger.on_first_token(message.handles[row])
+                self._note_tokens(message)
                 self._on_load(life, message.step, message.command_seq, message.load, now)
                 self._received.put_nowait(message)
             case m.LoadReport() | m.Heartbeat():

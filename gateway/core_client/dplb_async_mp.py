@@ -7,6 +7,7 @@ import functools
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
+from itertools import repeat
 
 from balancer.dispatch_queue import DispatchQueue
 from balancer.ledger import LoadLedger
@@ -15,7 +16,7 @@ from balancer.load_balancer import LoadBalancer, NoRankAvailableError, UnknownRa
 from balancer.policies import make_policy, make_prefix_index
 from balancer.policy import Choice
 from cores.block_hash import BlockKey, landmark_stride, prefix_keys, root_hash
-from cores.messages import EngineCoreRequest, RankId
+from cores.messages import EngineCoreOutputs, EngineCoreRequest, RankId
 from gateway.config import GatewayConfig
 from gateway.core_client.async_mp import AsyncMPClient
 from gateway.core_client.base import FrontEndPlace, SentRequest
@@ -90,6 +91,12 @@ class DPLBAsyncMPClient(AsyncMPClient):
                     self._enqueue(self._queue, sent)
                     return
                 self.on_bound(dispatch.handle, rank_id)
+
+    def _note_tokens(self, outputs: EngineCoreOutputs) -> None:
+        if self._queue is not None and self._queue.is_fair:
+            for handle, number in zip(outputs.handles, outputs.counts or repeat(1), strict=False):
+                if (sent := self._sent.get(handle)) is not None:
+                    self._queue.on_tokens(sent.routing.tenant, number)
 
     def abort_requests(self, handles: Collection[int]) -> None:
         for handle in handles:

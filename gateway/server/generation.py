@@ -13,6 +13,7 @@ from gateway.engine_client import EngineClient, TokenizedPrompt
 from gateway.errors import InvalidRequestError
 from gateway.outputs import RequestOutput
 from gateway.server.edge import PLAIN_ID, is_plain_id
+from gateway.server.state import STATE
 
 TRACE_HEADERS = ("traceparent", "tracestate")
 
@@ -24,6 +25,7 @@ class Routing:
     request_id: str
     data_parallel_rank: int | None = None
     session_id: str | None = None
+    tenant: str | None = None
     trace_headers: dict[str, str] | None = None
     timeout_s: float | None = None
 
@@ -34,7 +36,8 @@ class Routing:
         trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
         rank = _rank(headers.get("X-data-parallel-rank"))
         session_id, timeout_s = _session_id(headers.get("X-Session-Id")), _timeout_s(headers.get("X-Request-Timeout-Ms"))
-        return cls(request_id, rank, session_id, trace or None, timeout_s)
+        tenant = request.app[STATE].keys.tenant(headers.get("Authorization"))
+        return cls(request_id, rank, session_id, tenant, trace or None, timeout_s)
 
 
 def _rank(text: str | None) -> int | None:
@@ -86,6 +89,7 @@ def generate(
             priority=priority,
             data_parallel_rank=routing.data_parallel_rank,
             session_id=routing.session_id,
+            tenant=routing.tenant,
             prompt_text=prompt.text,
             cache_salt=cache_salt,
             timeout_s=routing.timeout_s,

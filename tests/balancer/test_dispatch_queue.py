@@ -147,6 +147,33 @@ def test_shortest_first_ages_too() -> None:
 # --- who waits for a rank of its own --------------------------------------------------------------------------------------
 
 
+def test_tenant_that_sends_little_is_next_however_many_another_has_waiting() -> None:
+    group = Group(1, "fair")
+    fill(group)
+    for handle in range(20):
+        group.queue.add(handle, make_request(FULL, tenant="greedy"), now=1.0)
+    group.queue.add(50, make_request(FULL, tenant="modest"), now=2.0)
+    order = []
+    for last in (900, *range(10)):
+        group.finish(order[-1] if order else last)
+        order += [handle for handle, _ in group.run_pass(now=3.0)]
+        if 50 in order:
+            break
+    assert order == [0, 50]
+
+
+def test_requests_of_one_tenant_for_a_busy_rank_do_not_hide_anothers() -> None:
+    """As many as a pass looks at wait for rank 0."""
+    group = Group(2, "fair")
+    fill(group)
+    for handle in range(2 * LOOK_AHEAD):
+        group.queue.add(handle, make_request(100, tenant="greedy", pinned_rank=0), now=1.0)
+    group.queue.add(500, make_request(100, tenant="modest"), now=2.0)
+    assert group.run_pass(now=3.0) == []
+    group.finish(901)
+    assert group.run_pass(now=3.0) == [(500, 1)]
+
+
 def test_request_that_waits_for_its_rank_does_not_block_those_behind_it() -> None:
     group = Group(2)
     fill(group)
@@ -285,7 +312,7 @@ class QueueMachine(RuleBasedStateMachine):
     """Requests come, leave, expire, finish; ranks die and come back. Whatever happens, a pass leaves no rank idle that it
     should not, keeps order on the way to each rank, and every request is in one place or has had one end."""
 
-    @initialize(order=st.sampled_from(["fcfs", "shortest"]))
+    @initialize(order=st.sampled_from(["fcfs", "shortest", "fair"]))
     def start(self, order: DispatchOrder) -> None:
         self.group = Group(3, order, policy="prefix_affinity")
         self.now = 0.0
@@ -298,12 +325,16 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(
         tokens=st.integers(1, 3 * STEP), priority=st.integers(-1, 1), prompt=st.integers(0, 3),
-        deadline_in=st.none() | st.floats(0, 5), pinned=st.none() | st.integers(0, 2),
+        deadline_in=st.none() | st.floats(0, 5), pinned=st.none() | st.integers(0, 2), tenant=st.sampled_from([None, "a", "b"]),
     )  # fmt: skip
-    def comes(self, tokens: int, priority: int, prompt: int, deadline_in: float | None, pinned: int | None) -> None:
+    def comes(
+        self, tokens: int, priority: int, prompt: int, deadline_in: float | None, pinned: int | None, tenant: str | None
+    ) -> None:
         self.last_handle += 1
         keys = tuple(range(1000 * prompt, 1000 * prompt + tokens // 100))
-        request = make_request(tokens, priority=priority, block_keys=keys, tokens_per_key=100, pinned_rank=pinned)
+        request = make_request(
+            tokens, priority=priority, block_keys=keys, tokens_per_key=100, pinned_rank=pinned, tenant=tenant
+        )
         deadline = None if deadline_in is None else self.now + deadline_in
         self.group.queue.add(self.last_handle, request, self.now, deadline)
         self.waiting.add(self.last_handle)

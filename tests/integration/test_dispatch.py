@@ -63,6 +63,22 @@ async def test_urgent_request_passes_those_that_wait(start: Start) -> None:
     assert ended.index("urgent") < 20
 
 
+async def test_tenant_with_one_request_passes_one_with_many(start: Start) -> None:
+    fair = BalancerConfig(dispatch="late", dispatch_order="fair")
+    llm = await start(2, step_ms=4, balancer=fair, engine_settings=SMALL)
+    ended: list[str] = []
+
+    async def note(name: str, tenant: str) -> None:
+        await answer(llm, 8, name, tenant=tenant)
+        ended.append(name)
+
+    tasks = [asyncio.create_task(note(str(i), "greedy")) for i in range(40)]
+    await until(lambda: num_queued(llm) > 20, "most wait here")
+    tasks.append(asyncio.create_task(note("modest", "another")))
+    await asyncio.gather(*tasks)
+    assert ended.index("modest") < 30
+
+
 async def test_what_waits_is_not_touched_by_a_death(start: Start) -> None:
     llm = await start(2, step_ms=4, balancer=LATE, engine_settings=SMALL, fault_tolerance=FaultConfig(engine_restarts=3))
     with frozen(llm):

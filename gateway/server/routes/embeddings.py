@@ -86,6 +86,7 @@ async def _encode(
         priority=priority,
         data_parallel_rank=routing.data_parallel_rank,
         session_id=routing.session_id,
+        tenant=routing.tenant,
         prompt_text=prompt.text,
         timeout_s=routing.timeout_s,
     )

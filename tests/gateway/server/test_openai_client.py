@@ -167,6 +167,23 @@ async def test_a_key_is_needed_when_one_is_set(serve: Any) -> None:
         assert (await client.models.list()).data
 
 
+async def test_requests_of_one_key_are_one_tenants(serve: Any) -> None:
+    served = await serve(api_key=("secret", "other"))
+    for key in ("secret", "other", "secret"):
+        async with client_of(served, key) as client:
+            await client.completions.create(model="fake", prompt="Hello")
+    first, second, third = (request.options["tenant"] for request in served.engine.requests)
+    assert first == third != second
+    assert "secret" not in first
+
+
+async def test_without_keys_nobody_is_a_tenant(serve: Any) -> None:
+    served = await serve()
+    async with client_of(served, "whatever") as client:
+        await client.completions.create(model="fake", prompt="Hello")
+    assert served.engine.requests[0].options["tenant"] is None
+
+
 async def test_closing_a_stream_aborts_its_request(serve: Any) -> None:
     served = await serve(waits)
     async with client_of(served) as client:
