@@ -31,7 +31,7 @@ Message = (
     m.Command | m.EngineReady | m.EngineCoreOutputs | m.Heartbeat | m.LoadReport | m.CacheEvents | m.EngineCoreDead
     | m.UtilityResult | m.EngineStarting | m.Shutdown | m.AttachFrontEnd | m.GroupState | m.FrontEndHello | m.FrontEndReady
     | m.FrontEndFailed | m.RankDied | m.RankSuspected | m.RankStalled | m.AbortElsewhere | m.MemberReport | m.MemberLeft
-    | m.GroupLoads | m.RankIdle | m.GroupOrder | m.GroupOrderDone
+    | m.GroupLoads | m.RankIdle | m.GroupOrder | m.GroupOrderDone | m.EngineAlive | m.RankLog | m.LauncherAlive
 )  # fmt: skip
 
 
@@ -329,10 +329,13 @@ _KINDS: dict[int, tuple[type, tuple[_Pack, _Unpack]]] = {
     15: (m.UtilityResult, _by_hints(m.UtilityResult)),
     16: (m.EngineStarting, _by_hints(m.EngineStarting)),
     17: (m.CacheEvents, (_pack_cache_events, _unpack_cache_events)),
+    18: (m.EngineAlive, _by_hints(m.EngineAlive)),
+    19: (m.RankLog, _by_hints(m.RankLog)),
     20: (m.Shutdown, _by_hints(m.Shutdown)),
     21: (m.GroupState, _by_hints(m.GroupState)),
     22: (m.AttachFrontEnd, _by_hints(m.AttachFrontEnd)),
     23: (m.GroupOrderDone, _by_hints(m.GroupOrderDone)),
+    24: (m.LauncherAlive, _by_hints(m.LauncherAlive)),
     30: (m.FrontEndHello, _by_hints(m.FrontEndHello)),
     31: (m.FrontEndReady, _by_hints(m.FrontEndReady)),
     32: (m.FrontEndFailed, _by_hints(m.FrontEndFailed)),

@@ -185,6 +185,28 @@ def _from_plain_value(hint: Any, value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """How the processes of one endpoint reach each other: by Unix sockets in a private directory, or over tcp with CURVE."""
+
+    host: str | None = None  # the address that they listen on, each at a port of its own; None: Unix sockets
+    curve_secret: str | None = field(default=None, repr=False)  # Z85; with a host, and all of them share it
+
+    def address(self, directory: str, name: str) -> str:
+        """The ZMQ address to bind for the socket of that name."""
+        if self.host is None:
+            return f"ipc://{os.path.join(directory, name)}"
+        return f"tcp://{bracketed(self.host)}:0"  # bound and read back: a port that was looked for first may be taken by then
+
+
+UNIX_SOCKETS = Transport()
+
+
+def bracketed(host: str) -> str:
+    """As it stands before a port."""
+    return f"[{host}]" if ":" in host else host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FrontEndAddress:
     """Where a front end listens: its ROUTER takes the engine's DEALER, its PULL the engine's PUSH."""
 
@@ -205,3 +227,5 @@ class EngineLaunch:
     front_ends: tuple[FrontEndAddress, ...]
     num_threads: int | None = None  # of torch; None: torch's own choice
     log_level: str = "info"
+    transport: Transport = UNIX_SOCKETS
+    node: str = ""  # what it is called in `/status`; empty: by its host name

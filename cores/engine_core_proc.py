@@ -29,9 +29,10 @@ import zmq
 
 from cores.codec import encode
 from cores.config import ConfigError, EngineLaunch, from_plain
+from cores.curve import GroupKey
 from cores.engine_core import EngineCore
 from cores.engine_loop import EngineLoop, Inbound, LastWords, Outbound
-from cores.engine_sockets import LINGER_S, InputThread, OutputThread, Socket, ZmqSockets
+from cores.engine_sockets import LAUNCHER_TIMEOUT_S, LINGER_S, InputThread, OutputThread, Socket, ZmqSockets
 from cores.launch.child_process import end_with_parent, read_task
 from cores.log import set_up_logging
 from cores.messages import EngineCoreDead, EngineReady, EngineStarting, RankId, Shutdown
@@ -66,7 +67,7 @@ class EngineCoreProc:
         self._clock = clock
         self._inbox: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Outbound] = queue.SimpleQueue()
-        self._sockets = ZmqSockets(self._rank_id)
+        self._sockets = ZmqSockets(self._rank_id, GroupKey.of(launch.transport))
         self._input_thread: InputThread | None = None
         self._output_thread: OutputThread | None = None
 
@@ -107,7 +108,11 @@ class EngineCoreProc:
 
     def _start_threads(self, control: Socket, core: EngineCore, loop: EngineLoop) -> None:
         front_ends, ready = self._launch.front_ends, self._make_ready(core)
-        self._input_thread = InputThread(self._sockets, self._inbox, control, front_ends, ready)
+        # On one node the end of a pipe tells, and at once.
+        launcher_timeout_s = None if self._launch.transport.host is None else LAUNCHER_TIMEOUT_S
+        self._input_thread = InputThread(
+            self._sockets, self._inbox, control, front_ends, ready, launcher_timeout_s, self._clock
+        )
         self._output_thread = OutputThread(
             self._sockets, self._rank_id, self._inbox, self._outbox, front_ends, loop.status(), self._clock
         )
@@ -120,7 +125,7 @@ class EngineCoreProc:
         return EngineReady(
             rank_id=self._rank_id,
             pid=os.getpid(),
-            node=socket.gethostname(),
+            node=self._launch.node or socket.gethostname(),
             device=info.device,
             max_model_len=core.max_model_len,
             vocab_size=info.vocab_size,

@@ -17,6 +17,7 @@ import zmq
 
 from cores.codec import MAX_FRAME_BYTES, CodecError, decode, encode
 from cores.config import FrontEndAddress
+from cores.curve import GroupKey
 from cores.engine_loop import (
     ClientCommand,
     ClientOverflow,
@@ -33,9 +34,11 @@ from cores.messages import (
     HEARTBEAT_INTERVAL_S,
     AttachFrontEnd,
     Command,
+    EngineAlive,
     EngineCoreDead,
     EngineReady,
     Heartbeat,
+    LauncherAlive,
     LoadReport,
     RankId,
     Shutdown,
@@ -52,6 +55,9 @@ RETRY_S = 0.01  # between attempts to send to a front end that took nothing
 SEND_HIGH_WATER_MARK = 1000  # frames that ZMQ takes for one front end; from there on we count bytes
 MAX_FRAMES_PER_POLL = 256  # of one front end, before the next one has its turn
 MALFORMED_LOG_INTERVAL_S = 1.0
+# A launcher on another node may be gone without a sign, or believe that we are. It has another rank in our place by now, and
+# nobody else will end this one. Long enough for a launcher that was stopped for a while, as with Ctrl-Z.
+LAUNCHER_TIMEOUT_S = 30.0
 
 Socket = zmq.Socket[bytes]
 
@@ -65,8 +71,10 @@ class Sockets(Protocol):
 
 
 class ZmqSockets:
-    def __init__(self, rank_id: RankId) -> None:
+    def __init__(self, rank_id: RankId, key: GroupKey | None = None) -> None:
+        """With a key they connect only to who has the same."""
         self._identity = rank_id.identity
+        self._key = key
         self._context: zmq.Context[Socket] = zmq.Context()
 
     def dealer(self, address: str) -> Socket:
@@ -91,9 +99,15 @@ class ZmqSockets:
 
     def _socket(self, kind: int) -> Socket:
         sock: Socket = self._context.socket(kind)
+        if self._key is not None:
+            self._key.secure_client(sock)
         sock.setsockopt(zmq.LINGER, int(LINGER_S * 1e3))
         sock.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         return sock
+
+
+class LauncherLostError(Exception):
+    """Nobody is left who could tell this engine to end."""
 
 
 class InputThread(threading.Thread):
@@ -106,7 +120,10 @@ class InputThread(threading.Thread):
         control: Socket,
         front_ends: Iterable[FrontEndAddress],
         ready: EngineReady,
+        launcher_timeout_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """With `launcher_timeout_s` the engine ends when it has heard nothing of the launcher for so long."""
         super().__init__(name="engine-input", daemon=True)
         self.num_malformed = 0
         self._sockets = sockets
@@ -117,6 +134,11 @@ class InputThread(threading.Thread):
         self._poller = zmq.Poller()
         self._stopping = threading.Event()
         self._malformed_logged_s = float("-inf")
+        self._launcher_timeout_s = launcher_timeout_s
+        self._clock = clock
+        self._alive = encode(EngineAlive(ready.rank_id))
+        self._alive_said_s = float("-inf")
+        self._launcher_heard_s = clock()
 
     def stop(self) -> None:
         self._stopping.set()
@@ -130,6 +152,7 @@ class InputThread(threading.Thread):
     def _read_until_stopped(self) -> None:
         for sock in (self._control, *self._by_client.values()):
             self._introduce(sock)
+        self._launcher_heard_s = self._clock()
         while not self._stopping.is_set():
             ready = dict(self._poller.poll(STOP_CHECK_MS))
             if self._control in ready:
@@ -137,6 +160,15 @@ class InputThread(threading.Thread):
             for client, sock in self._by_client.items():
                 if sock in ready:
                     self._read_commands(client, sock)
+            self._keep_touch(self._clock())
+
+    def _keep_touch(self, now: float) -> None:
+        if now - self._alive_said_s >= HEARTBEAT_INTERVAL_S:
+            self._alive_said_s = now
+            self._control.send(self._alive, zmq.NOBLOCK)
+        silent_s = now - self._launcher_heard_s
+        if self._launcher_timeout_s is not None and silent_s >= self._launcher_timeout_s:
+            raise LauncherLostError(f"nothing was heard of the launcher for {silent_s:.0f} s")
 
     def _introduce(self, sock: Socket) -> None:
         self._poller.register(sock, zmq.POLLIN)
@@ -160,7 +192,10 @@ class InputThread(threading.Thread):
             except CodecError as error:
                 self._note_malformed("the launcher", error)
                 continue
+            self._launcher_heard_s = self._clock()
             match message:
+                case LauncherAlive():
+                    pass
                 case Shutdown():
                     self._inbox.put(message)
                 case AttachFrontEnd(index, input_address, output_address):
@@ -181,7 +216,7 @@ class InputThread(threading.Thread):
     def _note_malformed(self, peer: str, error: CodecError) -> None:
         """Counted, and told at most once a second: a broken peer must not fill the disk."""
         self.num_malformed += 1
-        now = time.monotonic()
+        now = self._clock()
         if now - self._malformed_logged_s >= MALFORMED_LOG_INTERVAL_S:
             self._malformed_logged_s = now
             logger.warning("dropped a frame from %s (%d malformed so far): %s", peer, self.num_malformed, error)

@@ -35,6 +35,11 @@ class RankId(NamedTuple):
         return b"rank-%d-%d" % self
 
 
+def log_identity(rank_id: RankId) -> bytes:
+    """The name at the launcher's ROUTER of what brings that life's output."""
+    return rank_id.identity + b"-log"
+
+
 def front_end_identity(index: int) -> bytes:
     """Its name at the launcher's ROUTER."""
     return b"front-end-%d" % index
@@ -296,6 +301,22 @@ class EngineStarting:
     progress: float = 0.0  # how much of its weights it has loaded, from 0 to 1
 
 
+@dataclass(frozen=True, slots=True)
+class EngineAlive:
+    """Every half second from when it is ready, whatever the engine does. `LauncherAlive` answers it, or, when that life is over
+    for the launcher, `Shutdown`."""
+
+    rank_id: RankId
+
+
+@dataclass(frozen=True, slots=True)
+class RankLog:
+    """Lines that the process has written, from where the launcher cannot read them itself."""
+
+    rank_id: RankId
+    lines: tuple[str, ...]
+
+
 # --- launcher → engine core, launcher → front end ---------------------------------------------------------------------
 
 
@@ -304,6 +325,11 @@ class Shutdown:
     """Finish what runs for at most `timeout_s`, abort the rest, send every client its final outputs, then end."""
 
     timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherAlive:
+    """Launcher → engine core."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,10 @@ class ParallelConfig:
     data_parallel_start_rank: int | None = opt(
         None, "the first rank of this node, with hybrid or multi-port external load balancing; default: 0", min=0
     )
-    data_parallel_address: str = opt("127.0.0.1", "address of the group's coordinator, started beside rank 0")
+    data_parallel_address: str = opt(
+        "127.0.0.1",
+        "address of the group's coordinator, started beside rank 0; where one endpoint has ranks on other nodes: its own",
+    )
     data_parallel_rpc_port: int = opt(29550, "port of the group's coordinator", min=1, max=65535)
     data_parallel_key_file: str | None = opt(
         None,
@@ -63,6 +66,11 @@ class ParallelConfig:
     data_parallel_multi_port_external_lb: bool = opt(False, "supervise one external-LB endpoint per rank, on ports port + i")
     data_parallel_hybrid_lb: bool = opt(False, "one endpoint per node, which balances over its own ranks")
     data_parallel_backend: Literal["ray", "mp"] = opt("ray", "engine cores as Ray actors, or as plain local processes")
+    data_parallel_transport: Literal["auto", "ipc", "tcp"] = opt(
+        "auto",
+        "how ranks and front ends reach each other: ipc needs them on one node, tcp spreads ranks over a Ray cluster's nodes,"
+        " with CURVE; auto: tcp in a cluster that was joined with --ray-address, if this endpoint has all ranks",
+    )
     ray_address: str | None = opt(None, "Ray cluster to join; default: RAY_ADDRESS, else an embedded one")
 
     def __post_init__(self) -> None:

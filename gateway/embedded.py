@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 
-from cores.config import to_plain
+from cores.config import Transport, from_plain, to_plain
 from cores.launch.child_process import ChildProcess
 from gateway.config import GatewayConfig
 from gateway.errors import EngineDeadError
@@ -23,8 +23,9 @@ STOP_TIMEOUT_S = 30.0  # the launcher's own bounds strike first
 class EmbeddedLauncher:
     """A running launcher, from `start_embedded_launcher` to `stop`. It ends with this process, however that ends."""
 
-    def __init__(self, child: ChildProcess, control_address: str) -> None:
+    def __init__(self, child: ChildProcess, control_address: str, transport: Transport) -> None:
         self.control_address = control_address
+        self.transport = transport
         self._child = child
 
     @property
@@ -56,7 +57,8 @@ async def start_embedded_launcher(config: GatewayConfig, run_directory: str) -> 
         if not line:
             await asyncio.wait_for(child.wait(), ANSWER_TIMEOUT_S)
             raise EngineDeadError(f"the launcher did not start: {child.describe_exit()}")
-        return EmbeddedLauncher(child, json.loads(line)["control_address"])
+        answer = json.loads(line)
+        return EmbeddedLauncher(child, answer["control_address"], from_plain(Transport, answer["transport"]))
     except TimeoutError as error:
         await child.kill()
         raise EngineDeadError(f"the launcher did not start within {ANSWER_TIMEOUT_S:g} s") from error

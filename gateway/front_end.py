@@ -23,7 +23,8 @@ import uvloop
 import zmq
 
 from cores.codec import encode
-from cores.config import from_plain
+from cores.config import Transport, from_plain
+from cores.curve import GroupKey
 from cores.launch.child_process import end_with_parent, read_task
 from cores.log import set_up_logging
 from cores.messages import FrontEndFailed, FrontEndReady, front_end_identity
@@ -170,6 +171,8 @@ class FrontEnd:
         with zmq.Context() as context, context.socket(zmq.DEALER) as control:
             control.setsockopt(zmq.LINGER, int(1000 * LAST_WORDS_S))
             control.setsockopt(zmq.IDENTITY, front_end_identity(self.place.index))
+            if (key := GroupKey.of(self.place.transport)) is not None:
+                key.secure_client(control)
             control.connect(self.place.control_address)
             control.send(encode(FrontEndFailed(self.place.index, cause)))
 
@@ -186,6 +189,7 @@ async def run_front_end(orders: dict[str, Any]) -> int:
         life=orders["life"],
         run_directory=orders["run_directory"],
         control_address=orders["control_address"],
+        transport=from_plain(Transport, orders["transport"]),
         url=orders["url"],
         shared_directory=orders["shared_directory"],
     )

@@ -13,7 +13,6 @@ rule: the descriptor is **edge-triggered**. It becomes readable when the socket'
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 
 import zmq
@@ -30,7 +29,7 @@ class LoopSocket:
 
     A lossy one keeps nothing for a peer that is not there or does not read: `send` raises `zmq.Again`. A ROUTER with
     `hands_over` gives a name to whoever claims it last: a process that starts again has the name of its dead predecessor.
-    With a `key` it connects only to who has the same.
+    Bound or connected with a `key`, it speaks only to who has the same.
     """
 
     def __init__(
@@ -42,11 +41,8 @@ class LoopSocket:
         is_lossy: bool = False,
         hands_over: bool = False,
         linger_ms: int = 0,
-        key: GroupKey | None = None,
     ) -> None:
         self._socket = context.socket(kind)
-        if key is not None:
-            key.secure_client(self._socket)
         self._on_message = on_message
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled: asyncio.Handle | None = None
@@ -60,12 +56,16 @@ class LoopSocket:
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a peer that is gone raises instead of vanishing
             self._socket.setsockopt(zmq.ROUTER_HANDOVER, hands_over)
 
-    def bind(self, address: str) -> str:
+    def bind(self, address: str, key: GroupKey | None = None) -> str:
         """Binds, and returns the address as bound."""
+        if key is not None:
+            key.secure_server(self._socket)
         self._socket.bind(address)
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def connect(self, address: str, identity: bytes | None = None) -> None:
+    def connect(self, address: str, identity: bytes | None = None, key: GroupKey | None = None) -> None:
+        if key is not None:
+            key.secure_client(self._socket)
         if identity is not None:
             self._socket.setsockopt(zmq.IDENTITY, identity)
         self._socket.connect(address)
@@ -126,7 +126,3 @@ class LoopSocket:
             return False
         self._on_message(frames)
         return True
-
-
-def ipc_address(run_directory: str, name: str) -> str:
-    return f"ipc://{os.path.join(run_directory, name)}"

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 NUM_LAST_LINES = 20
@@ -148,14 +148,19 @@ async def forward_lines(reader: asyncio.StreamReader, name: str, last_lines: deq
         *lines, rest = (rest + chunk).split(b"\n")
         if len(rest) >= MAX_LINE_BYTES:  # a child that never ends its line must not fill our memory
             lines, rest = [*lines, rest], b""
-        _write_lines(lines, name, last_lines)
+        _forward_lines(lines, name, last_lines)
     if rest:
-        _write_lines([rest], name, last_lines)
+        _forward_lines([rest], name, last_lines)
 
 
-def _write_lines(lines: list[bytes], name: str, last_lines: deque[str]) -> None:
+def _forward_lines(lines: list[bytes], name: str, last_lines: deque[str]) -> None:
     texts = [line.decode(errors="backslashreplace") for line in lines]
     last_lines.extend(texts)
+    write_lines(texts, name)
+
+
+def write_lines(texts: Iterable[str], name: str) -> None:
+    """To our stderr, each under that name."""
     with contextlib.suppress(OSError):  # nobody reads our log any more: that must not hold up a child that writes to it
         sys.stderr.write("".join(f"[{name}] {text}\n" for text in texts))
         sys.stderr.flush()

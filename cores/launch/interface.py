@@ -32,16 +32,26 @@ class RankHandle(Protocol):
     @property
     def node(self) -> str: ...
 
+    @property
+    def node_silent_s(self) -> float:
+        """For how long its node has not answered; 0 on this node."""
+        ...
+
     async def wait(self) -> RankExit:
         """Returns once the process is gone. Any number of tasks may wait; cancelling one of them does the rank no harm."""
         ...
 
     async def kill(self) -> None:
-        """Ends the process without asking. Bounded, idempotent; the process is gone when it returns."""
+        """Ends the process without asking. Bounded, idempotent; the process is gone when it returns, or its node is."""
         ...
 
 
 class RankLauncher(Protocol):
+    @property
+    def host(self) -> str:
+        """The address by which ranks reach this process over tcp, once it is open."""
+        ...
+
     async def open(self) -> None:
         """Whatever is needed once, before the first rank. Raises `LaunchError`, bounded in time."""
         ...

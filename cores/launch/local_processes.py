@@ -17,6 +17,7 @@ class LocalRank:
         self._child = child
         self.pid: int | None = child.pid
         self.node = os.uname().nodename
+        self.node_silent_s = 0.0
 
     @property
     def has_ended(self) -> bool:
@@ -38,6 +39,10 @@ class LocalProcessLauncher:
         self._module = module
         self._machine = machine or Machine.here()
         self._ranks: list[LocalRank] = []
+
+    @property
+    def host(self) -> str:
+        return "127.0.0.1"
 
     async def open(self) -> None:
         pass

@@ -2,12 +2,17 @@
 
 Theory of operation
 -------------------
-One actor per life of a rank, on this node (ranks and front end meet in a directory). Its one long method call is the rank's
-life: the answer to that call is the news of its end, also when the process is killed (seen after 8-30 ms). Restarts are ours
-(`max_restarts=0`): with Ray's own, callers see an actor that is "unavailable" instead of a death with a cause.
+One actor per life of a rank. Its one long method call is the rank's life: the answer to that call is the news of its end, also
+when the process is killed (seen after 8-30 ms). Restarts are ours (`max_restarts=0`): with Ray's own, callers see an actor that
+is "unavailable" instead of a death with a cause.
 
-The actor's stdout and stderr go through a named pipe to the launcher. The same pipe is its life line: when its last reader is
-gone the launcher is dead, and the actor ends at once. Ray would end it too, seconds later.
+Where ranks and front ends meet in a directory, all actors are on this node, and their stdout and stderr go through a named pipe
+to the launcher. The same pipe is the actor's life line: when its last reader is gone the launcher is dead, and the actor ends
+at once. Ray would end it too, seconds later.
+
+Where they meet over tcp, `ray_nodes` chooses a node for each life and watches it. Output comes over the control socket
+(`rank_log`), and an engine that hears nothing of its launcher for half a minute ends by itself. A node that is gone cannot
+confirm that its processes are: `kill` then does what it can and returns.
 
 Every call of Ray's runs in a daemon thread with a bound: a cluster whose head is dead answers after minutes or never, and a
 thread that waits for it must not keep the launcher alive.
@@ -17,27 +22,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import secrets
 import select
 import signal
 import threading
-from collections import deque
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray._private.state import available_resources_per_node  # there is no public door to it
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cores.config import EngineLaunch, from_plain, to_plain
-from cores.launch.child_process import forward_lines
 from cores.launch.interface import LaunchError, RankExit
-from cores.launch.rank_environment import Machine, memory_variables, thread_variables
+from cores.launch.rank_environment import Machine, memory_variables, thread_variables, threads_per_rank
+from cores.launch.rank_log import LogPipe, LogRelay
 from cores.launch.ray_cluster import EmbeddedRayCluster
+from cores.launch.ray_nodes import Node, NodeWatch, Place, Places, answers, choose_node, num_sharing, placement_table
 from cores.log import set_up_logging
+from cores.messages import RankId
 
 logger = logging.getLogger(__name__)
 
@@ -48,27 +57,38 @@ PLACE_TIMEOUT_S = 60.0  # a new worker process takes 1-2 s; the rest is for reso
 ASK_TIMEOUT_S = 30.0  # Ray answers in milliseconds, on a machine that has some to spare
 END_TIMEOUT_S = 10.0
 GONE_TIMEOUT_S = 5.0
+LOOK_FOR_PLACE_S = 1.0  # between two looks for a node that has room
+SAY_NO_PLACE_S = 60.0  # between two lines in the log about it
+LOST_NODE_S = 2.0  # without an answer: what it is asked to do, it will not say that it has done
 
 
 class EngineCoreActor:
     """The process of one life of one rank. Methods run one after the other (`max_concurrency=1`): with more, Ray runs them in
     threads, and SIGTERM goes unnoticed while one of them runs."""
 
-    def __init__(self, log_pipe: str) -> None:
+    def __init__(self, log_pipe: str | None) -> None:
+        """`log_pipe` where the launcher is on the same node."""
+        if log_pipe is None:
+            return
         pipe = os.open(log_pipe, os.O_WRONLY)
         os.dup2(pipe, 1)
         os.dup2(pipe, 2)
         threading.Thread(target=_end_with_reader, args=(pipe,), name="launcher-watch", daemon=True).start()
 
-    def where(self) -> tuple[int, str]:
-        return os.getpid(), os.uname().nodename
+    def pid(self) -> int:
+        return os.getpid()
 
     def run(self, launch: Mapping[str, Any]) -> int:
         from cores.engine_core_proc import run_engine_core
 
         orders = from_plain(EngineLaunch, dict(launch))
-        set_up_logging(orders.log_level)
-        return run_engine_core(orders)
+        relay = None if orders.transport.host is None else LogRelay(orders)
+        try:
+            set_up_logging(orders.log_level)
+            return run_engine_core(orders)
+        finally:
+            if relay is not None:
+                relay.close()
 
 
 def _end_with_reader(pipe: int) -> None:
@@ -79,15 +99,30 @@ def _end_with_reader(pipe: int) -> None:
 
 
 class RayRank:
-    """Handle of one life of one rank."""
+    """Handle of one life of one rank. Another node has a `watch`; over tcp there is no `log` here."""
 
-    def __init__(self, actor: Any, life: Any, pid: int, node: str, log: LogPipe) -> None:
+    def __init__(
+        self,
+        actor: Any,
+        life: Any,
+        pid: int,
+        node: str,
+        watch: NodeWatch | None,
+        log: LogPipe | None,
+        on_end: Callable[[], None],
+    ) -> None:
         self.pid: int | None = pid
         self.node = node
         self._actor = actor
         self._process = pid
+        self._watch = watch
         self._log = log
+        self._on_end = on_end
         self._end = asyncio.create_task(self._await_end(life))
+
+    @property
+    def node_silent_s(self) -> float:
+        return 0.0 if self._watch is None else self._watch.silent_s
 
     async def _await_end(self, life: Any) -> RankExit:
         try:
@@ -95,6 +130,9 @@ class RayRank:
             end = RankExit(f"process {self._process} exited with code {code}" if code else "")
         except RayTaskError as error:
             end = RankExit(f"process {self._process}: {type(error.cause).__name__}: {error.cause}")
+        except ActorUnavailableError as error:  # its raylet or the way to it is gone: Ray cannot say whether it lives
+            text = _summary(str(error)).rpartition("temporarily unavailable: ")[2]
+            end = RankExit(f"process {self._process}: Ray has lost touch with it: {text}", abrupt=True)
         except RayActorError as error:
             end = RankExit(f"process {self._process} was killed or crashed; Ray says: {_summary(str(error))}", abrupt=True)
         except RayError as error:  # the cluster has lost the answer: nothing will be heard of the process again
@@ -105,12 +143,17 @@ class RayRank:
     async def _remove(self) -> None:
         """An actor whose method has returned is idle, not gone."""
         await _kill_actor(self._actor)
-        for _ in range(int(GONE_TIMEOUT_S / 0.02)):
-            if not _exists(self._process):
-                break
-            await asyncio.sleep(0.02)
-        await self._log.drain(timeout_s=1.0)
-        self._log.close()
+        if self._watch is not None:  # of another node's processes Ray's word is all that there is
+            self._watch.close()
+        else:
+            for _ in range(int(GONE_TIMEOUT_S / 0.02)):
+                if not _exists(self._process):
+                    break
+                await asyncio.sleep(0.02)
+        if self._log is not None:
+            await self._log.drain(timeout_s=1.0)
+            self._log.close()
+        self._on_end()
 
     @property
     def has_ended(self) -> bool:
@@ -120,32 +163,48 @@ class RayRank:
         return await asyncio.shield(self._end)
 
     async def kill(self) -> None:
-        if not self._end.done():
+        if self._end.done():
+            return
+        if self._watch is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process, signal.SIGKILL)  # it is on this node; `ray.kill` alone takes longer
-            await asyncio.wait({self._end}, timeout=END_TIMEOUT_S + GONE_TIMEOUT_S)
+        else:
+            await _kill_actor(self._actor)
+        timeout_s = 0.0 if self.node_silent_s >= LOST_NODE_S else END_TIMEOUT_S + GONE_TIMEOUT_S
+        await asyncio.wait({self._end}, timeout=timeout_s)
 
 
 class RayActorLauncher:
-    """`address` of a running cluster, or None for an embedded one that lives as long as this launcher."""
+    """`address` of a running cluster, or None for an embedded one that lives as long as this launcher.
+
+    `num_ranks` share this node, or with `spreads` all nodes that Ray may compute on. A rank's first life is placed within
+    `place_timeout_s`, a later one within `return_timeout_s`: its node may be gone, and others serve meanwhile.
+    """
 
     def __init__(
         self,
-        num_local_ranks: int,
+        num_ranks: int,
         run_directory: Path,
         *,
         address: str | None,
         machine: Machine | None = None,
+        spreads: bool = False,
         place_timeout_s: float = PLACE_TIMEOUT_S,
+        return_timeout_s: float = PLACE_TIMEOUT_S,
     ) -> None:
-        self._num_local_ranks = num_local_ranks
+        self._num_ranks = num_ranks
         self._run_directory = run_directory
+        self._spreads = spreads
         self._address = address
         self._machine = machine or Machine.here()
         self._place_timeout_s = place_timeout_s
+        self._return_timeout_s = return_timeout_s
+        self._places = Places()
+        self._num_gpus_per_rank: int | None = None  # known with the first rank: a lost node must not turn it to 0
         self._run_id = f"gateway-{secrets.token_hex(4)}"  # in the names of all that we make: leftovers can be found
         self._cluster = None if address else EmbeddedRayCluster(run_directory / "ray")
         self._node_id = ""
+        self.host = ""
         self._ranks: list[RayRank] = []
 
     async def open(self) -> None:
@@ -155,26 +214,19 @@ class RayActorLauncher:
         address = self._cluster.address if self._cluster is not None else str(self._address)
         await _check_reachable(address)
         what = f"joining Ray at {address} (a cluster that asks for a token needs RAY_AUTH_MODE and RAY_AUTH_TOKEN here, too)"
-        self._node_id = await in_thread(lambda: _join(address, self._run_id), JOIN_TIMEOUT_S, what)
+        self._node_id, self.host = await in_thread(lambda: _join(address, self._run_id), JOIN_TIMEOUT_S, what)
         _take_signals_back()
         logger.info("joined Ray at %s as %s", address, self._run_id)
 
     async def start(self, launch: EngineLaunch) -> RayRank:
-        name = f"{self._run_id}-rank-{launch.rank}-{launch.epoch}"
-        pipe = self._run_directory / f"rank-{launch.rank}-{launch.epoch}.log"
-        log = await LogPipe.open(pipe, f"rank {launch.rank}")
-        actor = None
+        life = RankId(launch.rank, launch.epoch)
+        num_gpus = await in_thread(lambda: self._num_gpus(launch), ASK_TIMEOUT_S, "asking Ray for its resources")
+        place = await self._find_place(life, num_gpus)
         try:
-            num_gpus = await in_thread(lambda: self._num_gpus(launch), ASK_TIMEOUT_S, "asking Ray for its resources")
-            actor = await in_thread(lambda: self._make_actor(name, pipe, num_gpus), ASK_TIMEOUT_S, "making an actor")
-            pid, node = await self._place(actor, launch.rank, num_gpus)
+            rank = await self._start_on(place, launch, num_gpus, on_end=lambda: self._places.give_back(life))
         except BaseException:
-            log.close()
-            await _kill_actor(actor)
+            self._places.give_back(life)
             raise
-        finally:
-            pipe.unlink()
-        rank = RayRank(actor, actor.run.remote(to_plain(launch)), pid, node, log)
         self._ranks = [*(r for r in self._ranks if not r.has_ended), rank]
         return rank
 
@@ -182,55 +234,102 @@ class RayActorLauncher:
         """One for each rank on CUDA. Raises `LaunchError` at once when this node can never have as many."""
         if launch.config.engine != "torch" or launch.config.device == "cpu":
             return 0
-        there = int(self._node()["Resources"].get("GPU", 0))
-        if there >= self._num_local_ranks:
+        there = int(sum(node.num_gpus for node in self._nodes()))
+        if self._spreads:  # more nodes may come; but none of them decides what the first rank has decided
+            if self._num_gpus_per_rank is None:
+                self._num_gpus_per_rank = int(there > 0 or launch.config.device == "cuda")
+            return self._num_gpus_per_rank
+        if there >= self._num_ranks:
             return 1
         if there == 0 and launch.config.device == "auto":
             return 0
-        raise LaunchError(f"{self._num_local_ranks} ranks on this node need a GPU each, Ray has {there}; or use --device cpu")
+        raise LaunchError(f"{self._num_ranks} ranks on this node need a GPU each, Ray has {there}; or use --device cpu")
 
-    def _make_actor(self, name: str, pipe: Path, num_gpus: int) -> Any:
-        variables = thread_variables(self._machine, self._num_local_ranks, os.environ)
-        variables |= memory_variables(os.environ) | _import_path(os.environ)
-        return (
-            ray.remote(EngineCoreActor)
-            .options(
-                name=name,
-                # No CPU: Ray would set OMP_NUM_THREADS from it, and refuse a rank where other jobs have booked the cores.
-                num_cpus=0,
-                num_gpus=num_gpus,
-                max_restarts=0,
-                max_concurrency=1,
-                # `pip` and the like would need the network; variables need nothing.
-                runtime_env={"env_vars": variables},
-                scheduling_strategy=NodeAffinitySchedulingStrategy(self._node_id, soft=False),
-            )
-            .remote(str(pipe))
-        )
+    async def _find_place(self, life: RankId, num_gpus: int) -> Place:
+        """A node, booked for that life, and how many ranks share it. Waits until there is one, bounded."""
+        timeout_s = self._place_timeout_s if life.epoch == 1 else self._return_timeout_s
+        deadline_s, said_s = time.monotonic() + timeout_s, float("-inf")
+        while True:
+            nodes = await in_thread(self._nodes, ASK_TIMEOUT_S, "asking Ray for its nodes")
+            answering = await self._answering(nodes)
+            # No await between choosing and booking: ranks that start together must not choose alike.
+            ranks_on = self._places.ranks_on
+            node = choose_node(answering, ranks_on, num_gpus=num_gpus) if self._spreads else nodes[0]
+            if node is not None:
+                self._places.take(life, node)
+                return Place(node, num_sharing(self._num_ranks, answering, num_gpus=num_gpus))
+            table, now = placement_table(nodes, answering, ranks_on, num_gpus=num_gpus), time.monotonic()
+            if now >= deadline_s:
+                raise LaunchError(f"no node has had room for rank {life.rank} for {timeout_s:g} s\n{table}")
+            if now - said_s >= SAY_NO_PLACE_S:
+                said_s = now
+                logger.warning("%s waits for a node that has room, at most %g s\n%s", life, timeout_s, table)
+            await asyncio.sleep(LOOK_FOR_PLACE_S)
 
-    async def _place(self, actor: Any, rank: int, num_gpus: int) -> tuple[int, str]:
-        """Process id and node. An actor that nothing has room for waits for ever: hence the bound."""
+    def _nodes(self) -> list[Node]:
+        """Those on which ranks may be, as far as Ray says."""
+        free: dict[str, dict[str, float]] = available_resources_per_node()  # type: ignore[no-untyped-call]
+        rows: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        nodes = [Node.of(row, free.get(row["NodeID"], {})) for row in rows if row["Alive"]]
+        return nodes if self._spreads else [node for node in nodes if node.node_id == self._node_id]
+
+    async def _answering(self, nodes: list[Node]) -> list[Node]:
+        if not self._spreads:
+            return nodes
+        heard = await asyncio.gather(*map(answers, nodes))
+        return [node for node, is_there in zip(nodes, heard, strict=True) if is_there]
+
+    async def _start_on(self, place: Place, launch: EngineLaunch, num_gpus: int, on_end: Callable[[], None]) -> RayRank:
+        node, is_here = place.node, place.node.node_id == self._node_id
+        machine = self._machine if is_here else Machine(max(1, int(node.num_cpus)), int(node.num_gpus))
+        num_threads = threads_per_rank(machine, place.num_sharing, os.environ)
+        launch = dataclasses.replace(launch, node=node.name, num_threads=num_threads)
+        variables = thread_variables(machine, place.num_sharing, os.environ)
+        async with contextlib.AsyncExitStack() as undo:
+            log = None
+            if launch.transport.host is None:
+                log = await LogPipe.open(self._run_directory, RankId(launch.rank, launch.epoch))
+                undo.callback(log.close)
+            name = f"{self._run_id}-rank-{launch.rank}-{launch.epoch}"
+            pipe = None if log is None else str(log.path)
+            options = self._options(name, node, num_gpus, variables)
+            actor = await in_thread(lambda: _make_actor(options, pipe), ASK_TIMEOUT_S, "making an actor")
+            undo.push_async_callback(_kill_actor, actor)
+            pid = await self._await_process(actor, launch.rank, node, num_gpus)
+            if log is not None:
+                log.path.unlink()
+            undo.pop_all()
+            watch = None if is_here else NodeWatch(node)
+            return RayRank(actor, actor.run.remote(to_plain(launch)), pid, node.name, watch, log, on_end)
+
+    @staticmethod
+    def _options(name: str, node: Node, num_gpus: int, variables: Mapping[str, str]) -> dict[str, Any]:
+        return {
+            "name": name,
+            # No CPU: Ray would set OMP_NUM_THREADS from it, and refuse a rank where other jobs have booked the cores.
+            "num_cpus": 0,
+            "num_gpus": num_gpus,
+            "max_restarts": 0,
+            "max_concurrency": 1,
+            # `pip` and the like would need the network; variables need nothing.
+            "runtime_env": {"env_vars": {**variables, **memory_variables(os.environ), **_import_path(os.environ)}},
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node.node_id, soft=False),
+        }
+
+    async def _await_process(self, actor: Any, rank: int, node: Node, num_gpus: int) -> int:
+        """Its process id. An actor that nothing has room for waits for ever: hence the bound."""
         try:
-            future = asyncio.wrap_future(actor.where.remote().future())
-            pid, node = await asyncio.wait_for(future, self._place_timeout_s)
+            future = asyncio.wrap_future(actor.pid.remote().future())
+            return int(await asyncio.wait_for(future, self._place_timeout_s))
         except TimeoutError:
-            table = await in_thread(self._resource_table, ASK_TIMEOUT_S, "asking Ray for its resources")
+            nodes = await in_thread(self._nodes, ASK_TIMEOUT_S, "asking Ray for its nodes")
+            table = placement_table(nodes, await self._answering(nodes), self._places.ranks_on, num_gpus=num_gpus)
             raise LaunchError(
-                f"Ray has not placed rank {rank} within {self._place_timeout_s:g} s;"
-                f" asked: {num_gpus} GPU on this node; there: {table}"
+                f"Ray has not placed rank {rank} on node {node.name} within {self._place_timeout_s:g} s\n{table}"
             ) from None
         except RayError as error:
-            raise LaunchError(f"Ray cannot start a process for rank {rank}: {_summary(str(error))}") from error
-        return pid, node
-
-    def _node(self) -> Mapping[str, Any]:
-        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-        return next(node for node in nodes if node["NodeID"] == self._node_id)
-
-    def _resource_table(self) -> str:
-        total = self._node()["Resources"]
-        free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
-        return ", ".join(f"{kind} {free.get(kind, 0):g} free of {total.get(kind, 0):g}" for kind in ("GPU", "CPU", "memory"))
+            where = f"rank {rank} on node {node.name}"
+            raise LaunchError(f"Ray cannot start a process for {where}: {_summary(str(error))}") from error
 
     async def close(self) -> None:
         await asyncio.gather(*(rank.kill() for rank in self._ranks))
@@ -259,11 +358,12 @@ async def _check_reachable(address: str) -> None:
     writer.close()
 
 
-def _join(address: str, namespace: str) -> str:
-    """Connects this process and returns the id of its node."""
+def _join(address: str, namespace: str) -> tuple[str, str]:
+    """Connects this process and returns the id of its node, and the address by which the cluster's nodes reach it."""
     logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that SIGTERM is not its own; we mean that
     ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
-    return str(ray.get_runtime_context().get_node_id())
+    own_address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return str(ray.get_runtime_context().get_node_id()), own_address
 
 
 def _take_signals_back() -> None:
@@ -280,29 +380,8 @@ def _import_path(environment: Mapping[str, str]) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))}
 
 
-class LogPipe:
-    """The launcher's end of a rank's output."""
-
-    def __init__(self, transport: asyncio.ReadTransport, forwarding: asyncio.Task[None]) -> None:
-        self._transport = transport
-        self._forwarding = forwarding
-
-    @classmethod
-    async def open(cls, path: Path, name: str) -> LogPipe:
-        """Makes the named pipe at `path`. It may be unlinked once the writer has opened it."""
-        os.mkfifo(path, 0o600)
-        reader = asyncio.StreamReader()
-        end = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0)
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), end)
-        return cls(transport, asyncio.create_task(forward_lines(reader, name, deque(maxlen=1))))
-
-    async def drain(self, timeout_s: float) -> None:
-        """Waits until the writer is gone and its last line is forwarded."""
-        await asyncio.wait({self._forwarding}, timeout=timeout_s)
-
-    def close(self) -> None:
-        self._forwarding.cancel()
-        self._transport.close()
+def _make_actor(options: Mapping[str, Any], log_pipe: str | None) -> Any:
+    return ray.remote(EngineCoreActor).options(**options).remote(log_pipe)
 
 
 async def _kill_actor(actor: Any) -> None:

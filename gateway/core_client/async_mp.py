@@ -22,6 +22,7 @@ from balancer.policy import Choice
 from balancer.rank_health import RankState
 from cores import messages as m
 from cores.codec import Message
+from cores.curve import GroupKey
 from gateway.config import GatewayConfig
 from gateway.core_client.base import (
     EngineCoreClient,
@@ -97,12 +98,12 @@ class AsyncMPClient(EngineCoreClient):
         if self._group is not None:
             self._group.start()
         place = self.place
-        addresses = self._rank_link.start(place.run_directory, place.index)
-        control_address = place.control_address
+        control_address, transport = place.control_address, place.transport
         if control_address is None:
             self.embedded = await start_embedded_launcher(self._config, place.run_directory)
-            control_address = self.embedded.control_address
-        self.link.start(control_address, place.index)
+            control_address, transport = self.embedded.control_address, self.embedded.transport
+        addresses = self._rank_link.start(place.run_directory, place.index, transport)
+        self.link.start(control_address, place.index, GroupKey.of(transport))
         self.link.send(m.FrontEndHello(place.index, os.getpid(), *addresses))
         self._ticker = asyncio.create_task(self._tick(), name="core-client-ticker")
         self._ticker.add_done_callback(self._on_ticker_done)

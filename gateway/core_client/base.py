@@ -9,6 +9,7 @@ from typing import Any
 
 from balancer.load import RoutingRequest
 from cores.block_hash import BlockKey
+from cores.config import UNIX_SOCKETS, Transport
 from cores.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, RankId, UtilityResult
 from gateway.status import RankStatus
 
@@ -19,8 +20,9 @@ class FrontEndPlace:
 
     index: int = 0
     life: int = 1  # how often a front end of this index has started
-    run_directory: str  # of this life of the front end: its ipc sockets live there
+    run_directory: str  # of this life of the front end: its Unix sockets live there
     control_address: str | None = None  # of the launcher; None: embedded, the client starts one as its child
+    transport: Transport = UNIX_SOCKETS
     url: str = ""  # where its HTTP server is reached
     shared_directory: str | None = None  # of all front ends of the endpoint; None: it is the only one
 

@@ -35,11 +35,12 @@ class CoordinatorLink:
         key: GroupKey | None = None,
     ) -> None:
         self._member = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._socket = LoopSocket(context, zmq.DEALER, self._on_message, is_lossy=True, linger_ms=GOODBYE_LINGER_MS, key=key)
+        self._socket = LoopSocket(context, zmq.DEALER, self._on_message, is_lossy=True, linger_ms=GOODBYE_LINGER_MS)
+        self._key = key
         self._on_group_loads = on_group_loads
 
     def start(self, address: str) -> None:
-        self._socket.connect(address, identity=self._member.encode())
+        self._socket.connect(address, self._member.encode(), self._key)
         self._socket.start()
 
     def report(self, url: str, ranks: RankRows) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import zmq
 
 from cores.codec import CodecError, Message, decode, encode
+from cores.curve import GroupKey
 from cores.messages import AbortElsewhere, GroupOrderDone, GroupState, Shutdown, front_end_identity
 from gateway.loop_socket import LoopSocket
 
@@ -32,8 +33,8 @@ class LauncherLink:
         self._on_abort = on_abort
         self._on_order_done = on_order_done
 
-    def start(self, control_address: str, index: int) -> None:
-        self._socket.connect(control_address, identity=front_end_identity(index))
+    def start(self, control_address: str, index: int, key: GroupKey | None = None) -> None:
+        self._socket.connect(control_address, front_end_identity(index), key)
         self._socket.start()
 
     def send(self, message: Message) -> None:

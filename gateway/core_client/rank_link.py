@@ -15,10 +15,12 @@ import zmq
 
 from cores import messages as m
 from cores.codec import CodecError, Message, decode, encode
+from cores.config import Transport
+from cores.curve import GroupKey, guard
 from cores.log import is_worth_a_line
 from gateway.core_client.rank import RankLife
 from gateway.errors import EngineDeadError
-from gateway.loop_socket import LoopSocket, ipc_address
+from gateway.loop_socket import LoopSocket
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +36,20 @@ class RankLink:
         on_message: Callable[[Message], None],
     ) -> None:
         self.num_malformed = 0
+        self._context = context
+        self._stop_guard: Callable[[], None] = lambda: None
         self._on_ready = on_ready
         self._on_message = on_message
         self._commands = LoopSocket(context, zmq.ROUTER, self._on_command_frames)
         self._outputs = LoopSocket(context, zmq.PULL, self._on_output_frames)
 
-    def start(self, directory: str, index: int) -> tuple[str, str]:
+    def start(self, directory: str, index: int, transport: Transport) -> tuple[str, str]:
         """Begins to read, and returns the addresses for commands and outputs."""
+        key = GroupKey.of(transport)
+        self._stop_guard = guard(self._context, key)
         addresses = (
-            self._commands.bind(ipc_address(directory, f"fe{index}-in")),
-            self._outputs.bind(ipc_address(directory, f"fe{index}-out")),
+            self._commands.bind(transport.address(directory, f"fe{index}-in"), key),
+            self._outputs.bind(transport.address(directory, f"fe{index}-out"), key),
         )
         self._commands.start()
         self._outputs.start()
@@ -72,6 +78,7 @@ class RankLink:
     def close(self) -> None:
         self._commands.close()
         self._outputs.close()
+        self._stop_guard()
 
     def _on_command_frames(self, frames: list[bytes]) -> None:
         identity, *rest = frames

@@ -1,7 +1,8 @@
 """`python -m gateway.launch`: the launcher as a child, told by one JSON line on stdin, and ending with it.
 
 `{"kind": "embedded", "config": …, "run_directory": …}`: for the front end that is the parent. Prints one JSON line with the
-control address. `{"kind": "endpoint", "config": …}`: a whole endpoint, as `gateway serve` is, for the supervisor of several.
+control address and how to speak to it. `{"kind": "endpoint", "config": …}`: a whole endpoint, as `gateway serve` is, for the
+supervisor of several.
 The configuration does not go on the command line, where everybody could read the API keys.
 """
 
@@ -15,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from cores.config import from_plain
+from cores.config import Transport, from_plain, to_plain
 from cores.launch.child_process import read_task
 from cores.log import set_up_logging
 from gateway.config import GatewayConfig
@@ -36,9 +37,11 @@ def main() -> int:
 
 
 async def _run_embedded(config: GatewayConfig, run_directory: Path, stdout: TextIO) -> int:
-    launcher = Launcher(config, make_rank_launcher(config, run_directory), run_directory)
-    launcher.open()
-    print(json.dumps({"control_address": launcher.control_address}), file=stdout, flush=True)
+    def tell_parent(control_address: str, transport: Transport) -> None:
+        answer = {"control_address": control_address, "transport": to_plain(transport)}
+        print(json.dumps(answer), file=stdout, flush=True)
+
+    launcher = Launcher(config, make_rank_launcher(config, run_directory), run_directory, on_listening=tell_parent)
     try:
         return await live(launcher, lambda: None, drain_timeout_s=0.0, ends_with_stdin=True)
     finally:

@@ -8,15 +8,19 @@ from collections.abc import Callable
 import zmq
 
 from cores.codec import Message, decode, encode
+from cores.curve import GroupKey, guard
 from cores.log import is_worth_a_line
 from cores.messages import (
+    EngineAlive,
     EngineCoreDead,
     EngineReady,
     EngineStarting,
     FrontEndFailed,
     FrontEndHello,
     FrontEndReady,
+    RankLog,
     front_end_identity,
+    log_identity,
 )  # fmt: skip
 from gateway.loop_socket import LoopSocket
 
@@ -33,8 +37,10 @@ def check_sender(identity: bytes, message: Message) -> None:
     Raises `ValueError` for the message of somebody else.
     """
     match message:
-        case EngineStarting() | EngineReady() | EngineCoreDead():
+        case EngineStarting() | EngineReady() | EngineAlive() | EngineCoreDead():
             is_its_own = identity == message.rank_id.identity
+        case RankLog():
+            is_its_own = identity == log_identity(message.rank_id)
         case FrontEndHello() | FrontEndReady() | FrontEndFailed():
             is_its_own = identity == front_end_identity(message.index)
         case _:
@@ -46,17 +52,19 @@ def check_sender(identity: bytes, message: Message) -> None:
 class ControlSocket:
     """A ROUTER whose peers name themselves. Lives on the running loop, from `start` to `close`."""
 
-    def __init__(self, address: str, on_message: OnMessage) -> None:
-        self.address = address
+    def __init__(self, on_message: OnMessage) -> None:
+        self.address = ""  # once it has started
         self.num_malformed = 0
+        self._stop_guard: Callable[[], None] = lambda: None
         self._on_message = on_message
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # A restarted front end has the name of the dead one; what is for it shall not go to the dead one's connection.
         self._socket = LoopSocket(self._context, zmq.ROUTER, self._on_frames, hands_over=True, linger_ms=LINGER_MS)
 
-    def start(self) -> None:
+    def start(self, address: str, key: GroupKey | None = None) -> None:
         """Raises `zmq.ZMQError` when the address cannot be bound."""
-        self._socket.bind(self.address)
+        self._stop_guard = guard(self._context, key)
+        self.address = self._socket.bind(address, key)
         self._socket.start()
 
     def _on_frames(self, frames: list[bytes]) -> None:
@@ -86,4 +94,5 @@ class ControlSocket:
 
     def close(self) -> None:
         self._socket.close()
+        self._stop_guard()
         self._context.term()  # at most LINGER_MS

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from cores.config import FrontEndAddress, to_plain
+from cores.config import UNIX_SOCKETS, FrontEndAddress, Transport, to_plain
 from cores.launch.child_process import ChildProcess
 from cores.messages import FrontEndFailed, FrontEndHello, FrontEndReady
 from gateway.config import GatewayConfig
@@ -32,7 +32,7 @@ class FrontEnd(Protocol):
     ready: asyncio.Event
     mode: str  # the class of its core client, once it is ready
 
-    def start(self) -> None: ...
+    def start(self, control_address: str, transport: Transport) -> None: ...
 
     def on_message(self, message: FrontEndHello | FrontEndReady | FrontEndFailed) -> None: ...
 
@@ -49,7 +49,7 @@ class ParentFrontEnd:
         self.mode = ""
         self._on_hello = on_hello
 
-    def start(self) -> None:
+    def start(self, control_address: str, transport: Transport) -> None:
         self.ready.set()
 
     def on_message(self, message: FrontEndHello | FrontEndReady | FrontEndFailed) -> None:
@@ -69,7 +69,6 @@ class ChildFrontEnd:
         config: GatewayConfig,
         listener: socket.socket,
         run_directory: Path,
-        control_address: str,
         url: str,
         on_hello: OnHello,
         fail: Callable[[str], None],
@@ -80,7 +79,8 @@ class ChildFrontEnd:
         self._config = config
         self._listener = listener
         self._run_directory = run_directory
-        self._control_address = control_address
+        self._control_address = ""
+        self._transport = UNIX_SOCKETS
         self._url = url
         self._on_hello = on_hello
         self._fail = fail
@@ -90,7 +90,8 @@ class ChildFrontEnd:
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
 
-    def start(self) -> None:
+    def start(self, control_address: str, transport: Transport) -> None:
+        self._control_address, self._transport = control_address, transport
         self._task = asyncio.create_task(self._run(), name="front end")
         self._task.add_done_callback(self._on_task_done)
 
@@ -142,6 +143,7 @@ class ChildFrontEnd:
                 "index": self.index,
                 "life": life,
                 "control_address": self._control_address,
+                "transport": to_plain(self._transport),
                 "run_directory": str(directory),
                 "shared_directory": str(self._run_directory),
                 "listener_fd": self._listener.fileno(),

@@ -3,7 +3,8 @@
 Rules
 -----
 * Start: control socket, coordinator, front end and whatever the rank launcher needs; then all ranks at once, as soon as the
-  front end has said where it listens; then the front end's ready message.
+  front end has said where it listens; then the front end's ready message. Over tcp the rank launcher is first: it alone knows
+  by which address ranks on other nodes reach this one.
 * The end is the start reversed. The front end drains while its ranks still live; then the ranks end, then what they ran on.
 * Every wait has a bound. What is beyond help is said once, through `failure`; the first cause counts.
 """
@@ -14,19 +15,23 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable
+import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import zmq
 
 from cores.codec import Message
-from cores.config import FrontEndAddress
+from cores.config import UNIX_SOCKETS, FrontEndAddress, Transport
+from cores.curve import GroupKey
 from cores.launch.interface import LaunchError, RankLauncher
 from cores.launch.rank_environment import Machine, threads_per_rank
+from cores.launch.rank_log import show
 from cores.messages import (
     AbortElsewhere,
     AttachFrontEnd,
+    EngineAlive,
     EngineCoreDead,
     EngineReady,
     EngineStarting,
@@ -36,9 +41,11 @@ from cores.messages import (
     GroupOrder,
     GroupOrderDone,
     GroupState,
+    LauncherAlive,
     RankDied,
     RankId,
     RankIdle,
+    RankLog,
     RankStalled,
     RankSuspected,
     Shutdown,
@@ -51,7 +58,7 @@ from gateway.launch.front_end_process import HELLO_TIMEOUT_S, ChildFrontEnd, Fro
 from gateway.launch.group_ledger import GroupLedger
 from gateway.launch.group_operations import GroupOperations
 from gateway.launch.rank_supervisor import RankPlan, RankSupervisor
-from gateway.launch.ranks import ranks_on_node
+from gateway.launch.ranks import address_to_bind, ranks_on_node, runs_over_tcp
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +69,8 @@ FRONT_END_READY_TIMEOUT_S = 60.0
 # With no rank left the front end answers 503 with the cause for a moment, then ends by itself; this is for one that does not.
 WATCHDOG_S = 5.0
 DRAIN_MARGIN_S = 10.0  # from a front end's last answer to its exit: a reader that is slow with it has 5 s
+TICK_INTERVAL_S = 0.25  # how often lost nodes are looked for
+MAX_TICK_S = 1.0
 RANK_END_TIMEOUT_S = 5.0  # nothing is in flight any more
 FAILED_END_TIMEOUT_S = 2.0  # per stage, when everything has failed: 10 s for all of it, watchdog included
 
@@ -83,11 +92,15 @@ class Launcher:
         run_directory: Path,
         listener: socket.socket | None = None,
         url: str = "",
+        on_listening: Callable[[str, Transport], None] = lambda control_address, transport: None,
     ) -> None:
         self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._config = config
         self._rank_launcher = rank_launcher
-        self._control = ControlSocket(f"ipc://{run_directory / 'control'}", self._on_message)
+        self._run_directory = run_directory
+        self._on_listening = on_listening
+        self._transport = UNIX_SOCKETS
+        self._control = ControlSocket(self._on_message)
         ledger = GroupLedger(config.parallel.ranks, config.fault.engine_restarts)
         self._ranks = RankSupervisor(ledger, rank_launcher, self._tell_front_ends, self._on_no_rank_left)
         self._front_ends: list[FrontEnd] = (
@@ -95,14 +108,14 @@ class Launcher:
             if listener is None
             else [
                 ChildFrontEnd(
-                    index, config, listener, run_directory, self._control.address, url, self._on_hello,
-                    self._on_front_end_failed,
+                    index, config, listener, run_directory, url, self._on_hello, self._on_front_end_failed,
                 )
                 for index in range(config.server.api_server_count)
             ]
         )  # fmt: skip
         self._operations = GroupOperations(self._ranks)
         self._orders: set[asyncio.Task[None]] = set()
+        self._ticker: asyncio.Task[None] | None = None
         self._is_embedded = listener is None
         self._last_death: str | None = None  # of the last rank, when no rank is left
         self._coordinator = make_coordinator(config.parallel)
@@ -111,22 +124,11 @@ class Launcher:
         self._shutdown: Shutdown | None = None  # the order that front ends have been given
 
     @property
-    def control_address(self) -> str:
-        return self._control.address
-
-    @property
     def mode(self) -> str:
         """The class of the front end's core client, once it is ready."""
         return self._front_ends[0].mode
 
     # --- start ---
-
-    def open(self) -> None:
-        """Binds the control socket. Raises `StartError`."""
-        try:
-            self._control.start()
-        except zmq.ZMQError as error:
-            raise StartError(f"cannot open the launcher's socket: {error}") from error
 
     async def start(self) -> None:
         """Returns when requests are served. Raises `StartError`; `stop` is due in every case."""
@@ -138,11 +140,16 @@ class Launcher:
             raise StartError(str(error)) from error
 
     async def _start(self) -> None:
-        self._coordinator.start()
-        for front_end in self._front_ends:
-            front_end.start()
         opening = asyncio.create_task(self._or_failure(self._rank_launcher.open(), OPEN_TIMEOUT_S, "what ranks run on"))
         try:
+            if runs_over_tcp(self._config.parallel):
+                await opening
+                host = address_to_bind(self._config.parallel) or self._rank_launcher.host
+                self._transport = Transport(host=host, curve_secret=GroupKey.make().secret.decode())
+            self._listen()
+            self._coordinator.start()
+            for front_end in self._front_ends:
+                front_end.start(self._control.address, self._transport)
             # First, although both are under way: a front end that is not there yet could not be told why the other failed.
             await self._or_failure(self._all_said_hello.wait(), HELLO_TIMEOUT_S + 5, "the front ends' first messages")
             await opening
@@ -152,11 +159,23 @@ class Launcher:
         ranks = self._config.parallel.ranks
         logger.info("starting %s", f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}")
         self._ranks.start(self._plan(), ranks)
+        self._ticker = asyncio.create_task(self._tick(), name="launcher-ticker")
+        self._ticker.add_done_callback(self._on_ticker_done)
         # The ranks' own bounds strike first, with the cause.
         ready_timeout_s = self._config.fault.engine_ready_timeout + FRONT_END_READY_TIMEOUT_S
         await self._or_failure(self._ranks.up.wait(), ready_timeout_s, "the ranks")
         for front_end in self._front_ends:
             await self._or_failure(front_end.ready.wait(), FRONT_END_READY_TIMEOUT_S, "the front end")
+
+    def _listen(self) -> None:
+        try:
+            address = self._transport.address(str(self._run_directory), "control")
+            self._control.start(address, GroupKey.of(self._transport))
+        except zmq.ZMQError as error:
+            raise StartError(f"cannot open the launcher's socket {address}: {error}") from error
+        if self._transport.host is not None:
+            logger.info("ranks and front ends meet at %s, over tcp with CURVE", self._transport.host)
+        self._on_listening(self._control.address, self._transport)
 
     def _plan(self) -> RankPlan:
         parallel = self._config.parallel
@@ -169,7 +188,24 @@ class Launcher:
             first_rank=local[0],
             ready_timeout_s=self._config.fault.engine_ready_timeout,
             log_level=self._config.log_level,
+            transport=self._transport,
         )
+
+    async def _tick(self) -> None:
+        looked_s, was_late = time.monotonic(), False
+        while True:
+            await asyncio.sleep(TICK_INTERVAL_S)
+            now = time.monotonic()
+            # A pause of our own proves nothing about nodes: what was said meanwhile is still to be read, once.
+            was_late = now - looked_s >= MAX_TICK_S and not was_late
+            if not was_late:
+                self._ranks.look_for_lost_nodes(now)
+            looked_s = now
+
+    def _on_ticker_done(self, task: asyncio.Task[None]) -> None:
+        """Without it the ranks of a lost node would look alive until Ray says otherwise."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.critical("lost nodes are not looked for any more", exc_info=error)
 
     async def _or_failure(self, awaited: Awaitable[T], timeout_s: float, what: str) -> T:
         task = asyncio.ensure_future(awaited)
@@ -188,8 +224,24 @@ class Launcher:
 
     def _on_message(self, identity: bytes, message: Message) -> None:
         match message:
-            case EngineStarting() | EngineReady() | EngineCoreDead() | RankDied() | RankSuspected() | RankStalled():
+            case EngineStarting() | EngineReady() | EngineAlive() if self._ranks.is_over(message.rank_id):
+                # Declared dead when its node was cut off, say, and heard again. Others compute what it had to do.
+                logger.warning("%s was declared dead and speaks: told to end", message.rank_id)
+                self._control.send(identity, Shutdown(0.0))
+            case RankLog():
+                show(message)
+            case (
+                EngineStarting()
+                | EngineReady()
+                | EngineAlive()
+                | EngineCoreDead()
+                | RankDied()
+                | RankSuspected()
+                | RankStalled()
+            ):
                 self._ranks.on_message(message)
+                if isinstance(message, EngineAlive):
+                    self._control.send(identity, LauncherAlive())
                 if isinstance(message, EngineStarting):
                     self._attach_front_ends(message.rank_id)
             case FrontEndHello() | FrontEndReady() | FrontEndFailed() if 0 <= message.index < len(self._front_ends):
@@ -265,9 +317,7 @@ class Launcher:
     async def stop(self, drain_timeout_s: float) -> None:
         """Front ends, ranks, what they ran on, sockets. Bounded; each stage says so in the log."""
         failed = self.failure.done()
-        self._ranks.retire()
-        for order in self._orders:
-            order.cancel()
+        self._retire()
         logger.info("stopping the front end, at most %g s", drain_timeout_s)
         self._shutdown = Shutdown(drain_timeout_s)
         self._tell_front_ends(self._shutdown)
@@ -281,14 +331,17 @@ class Launcher:
         self._control.close()
         logger.info("stopped")
 
+    def _retire(self) -> None:
+        self._ranks.retire()
+        for task in (*self._orders, *filter(None, [self._ticker])):
+            task.cancel()
+
     async def _stop_front_ends(self, timeout_s: float) -> None:
         await asyncio.gather(*(front_end.stop(timeout_s) for front_end in self._front_ends))
 
     async def kill(self) -> None:
         """The same without asking anybody."""
-        self._ranks.retire()
-        for order in self._orders:
-            order.cancel()
+        self._retire()
         await self._stop_front_ends(0.0)
         await self._ranks.stop(0.0)
         await self._rank_launcher.close()

@@ -24,7 +24,7 @@ from cores.launch.interface import LaunchError
 from cores.launch.rank_environment import Machine, thread_variables
 from cores.launch.ray_cluster import EmbeddedRayCluster, use_own_token
 from cores.log import set_up_logging
-from gateway.config import GatewayConfig
+from gateway.config import GatewayConfig, ParallelConfig
 from gateway.exit_codes import EXIT_FAILED, EXIT_USAGE
 from gateway.launch.run_directory import RunDirectory
 from gateway.launch.serve import StopSignals, cancelled_at_exit, check_machine, with_model_path
@@ -110,9 +110,15 @@ async def _shared_ray(
             await asyncio.wait({starting})
         else:
             starting.result()
-        yield [dataclasses.replace(c, parallel=dataclasses.replace(c.parallel, ray_address=cluster.address)) for c in configs]
+        yield [dataclasses.replace(c, parallel=_on_this_node(c.parallel, cluster.address)) for c in configs]
     finally:
         await cluster.stop()
+
+
+def _on_this_node(parallel: ParallelConfig, ray_address: str) -> ParallelConfig:
+    """Nobody else joins a cluster that is ours alone."""
+    transport = "ipc" if parallel.data_parallel_transport == "auto" else parallel.data_parallel_transport
+    return dataclasses.replace(parallel, ray_address=ray_address, data_parallel_transport=transport)
 
 
 class Endpoint:

@@ -13,9 +13,19 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cores.config import EngineConfig, EngineLaunch, FrontEndAddress
+from cores.config import UNIX_SOCKETS, EngineConfig, EngineLaunch, FrontEndAddress, Transport
 from cores.launch.interface import LaunchError, RankHandle, RankLauncher
-from cores.messages import EngineCoreDead, EngineReady, EngineStarting, GroupState, RankDied, RankId, RankStalled, RankSuspected
+from cores.messages import (
+    EngineAlive,
+    EngineCoreDead,
+    EngineReady,
+    EngineStarting,
+    GroupState,
+    RankDied,
+    RankId,
+    RankStalled,
+    RankSuspected,
+)
 from gateway.launch.group_ledger import GivenUp, GroupLedger, OrderError, Removed, Restart, StartFailed, Verdict
 
 logger = logging.getLogger(__name__)
@@ -24,6 +34,9 @@ logger = logging.getLogger(__name__)
 LAST_WORDS_S = 0.2
 # What a core that has announced its death may take to flush its outputs and go.
 ENDING_S = 5.0
+# Without a sign of a rank, nor of its node: nobody waits for them any more. Both, as a rank may be slow and a node's Ray busy.
+LOST_NODE_S = 2.0
+NODE_IN_DOUBT_S = 0.75  # it has left a question unanswered
 UNASKED_END = "it ended without being asked to"
 
 
@@ -38,6 +51,7 @@ class RankPlan:
     first_rank: int
     ready_timeout_s: float
     log_level: str = "info"
+    transport: Transport = UNIX_SOCKETS
 
     def launch(self, rank_id: RankId) -> EngineLaunch:
         return EngineLaunch(
@@ -49,6 +63,7 @@ class RankPlan:
             front_ends=self.front_ends,
             num_threads=self.num_threads,
             log_level=self.log_level,
+            transport=self.transport,
         )
 
 
@@ -63,8 +78,12 @@ class _Life:
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     is_stuck: bool = False  # it will not end by itself
     hurry: asyncio.Event = field(default_factory=asyncio.Event)  # an operator wants its successor at once
+    heard_s: float = field(default_factory=time.monotonic)  # when it last said something
     idle_at: set[int] = field(default_factory=set)  # front ends that have no request on it, and send none, while it drains
     death: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    is_booked: bool = False  # the ledger knows of its death, and this follows from it:
+    verdict: Verdict | None = None
 
     def prove_death(self, cause: str) -> None:
         if not self.death.done():
@@ -153,11 +172,13 @@ class RankSupervisor:
     # --- what others say ---
 
     def on_message(
-        self, message: EngineStarting | EngineReady | EngineCoreDead | RankDied | RankSuspected | RankStalled
+        self, message: EngineStarting | EngineReady | EngineAlive | EngineCoreDead | RankDied | RankSuspected | RankStalled
     ) -> None:
         life = self._lives.get(message.rank_id.rank)
         if life is None or life.rank_id != message.rank_id:
             return  # of a life that is over
+        if isinstance(message, EngineStarting | EngineReady | EngineAlive):
+            life.heard_s = time.monotonic()
         match message:
             case EngineStarting(text=text, pid=pid):
                 logger.info("%s, pid %d: %s", message.rank_id, pid, text)
@@ -174,6 +195,30 @@ class RankSupervisor:
             case RankSuspected(silent_s=silent_s):
                 logger.warning("%s has been silent for %.1f s", message.rank_id, silent_s)
 
+    def is_over(self, rank_id: RankId) -> bool:
+        """Somebody who says that he is this life must end: it has been declared dead, and another one may serve already."""
+        life = self._lives.get(rank_id.rank)
+        return life is None or life.rank_id != rank_id or life.death.done()
+
+    def look_for_lost_nodes(self, now: float) -> None:
+        """A node that is gone says so as little as the ranks on it. Ray will notice, but takes 15 s."""
+        by_node: dict[str, list[tuple[_Life, float]]] = {}
+        for life in self._lives.values():
+            if life.handle is not None and not life.death.done():
+                silent_s = min(now - life.heard_s, life.handle.node_silent_s)
+                by_node.setdefault(life.handle.node, []).append((life, silent_s))
+        for node, lives in by_node.items():
+            silent_s = min(silent_s for _, silent_s in lives)
+            if silent_s >= LOST_NODE_S:
+                logger.error("node %s is gone: nothing was heard of it or its ranks for %.1f s", node, silent_s)
+                cause = f"node {node} is gone: nothing was heard of it or its ranks for {silent_s:.1f} s"
+                for life, _ in lives:
+                    life.is_stuck = True  # nobody is there whose end could be waited for
+                    life.prove_death(cause)
+                    self._book_death(life, cause)
+                # All in one snapshot: else the first one's requests would go on at the second, which is as dead, and so on.
+                self._publish()
+
     # --- one rank ---
 
     async def _run_rank(self, rank: int) -> str:
@@ -184,7 +229,7 @@ class RankSupervisor:
             life = self._lives[rank] = _Life(rank_id)
             self._publish()
             cause = await self._live(life)
-            verdict = self._ledger.on_death(rank_id, cause, time.monotonic())
+            verdict = self._book_death(life, cause)
             self._publish()  # before the burial: requests must not wait for a process that takes its time to go
             self._judge(rank_id, cause, verdict)
             await self._bury(life)
@@ -202,6 +247,13 @@ class RankSupervisor:
         finally:
             for wait in waits:
                 wait.cancel()
+
+    def _book_death(self, life: _Life, cause: str) -> Verdict | None:
+        """Once for each life, whoever is first."""
+        if not life.is_booked:
+            life.is_booked = True
+            life.verdict = self._ledger.on_death(life.rank_id, cause, time.monotonic())
+        return life.verdict
 
     async def _live(self, life: _Life) -> str:
         """One life, from the start of its process to the first proof of its death. Returns the cause."""
@@ -240,6 +292,9 @@ class RankSupervisor:
         end = await handle.wait()
         if not end.abrupt:
             await asyncio.sleep(LAST_WORDS_S)
+        elif handle.node_silent_s >= NODE_IN_DOUBT_S:
+            # Its node is on its way out, and the other ranks there with it: they are to be declared dead together.
+            await asyncio.wait({life.death}, timeout=LOST_NODE_S)
         life.prove_death(end.cause or UNASKED_END)
 
     @staticmethod

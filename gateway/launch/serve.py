@@ -97,7 +97,6 @@ def _refuse(error: Exception, code: int) -> int:
 async def _serve(config: GatewayConfig, listener: socket.socket, run_directory: Path, stdout: TextIO, *, is_child: bool) -> int:
     url = listening.url(listener, config.server)
     launcher = Launcher(config, make_rank_launcher(config, run_directory), run_directory, listener, url)
-    launcher.open()
 
     def announce() -> None:
         print(f"gateway ready: {url}  mode={launcher.mode}  ranks={len(config.parallel.ranks)}", file=stdout, flush=True)

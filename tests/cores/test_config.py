@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from cores.config import ConfigError, EngineConfig, EngineLaunch, FrontEndAddress, SimulatedConfig, from_plain, to_plain
+from cores.config import (
+    UNIX_SOCKETS,
+    ConfigError,
+    EngineConfig,
+    EngineLaunch,
+    FrontEndAddress,
+    SimulatedConfig,
+    Transport,
+    from_plain,
+    to_plain,
+)
 
 
 def test_a_launch_survives_the_way_through_json() -> None:
@@ -19,8 +29,16 @@ def test_a_launch_survives_the_way_through_json() -> None:
         control_address="ipc://control",
         front_ends=(FrontEndAddress(index=0, input_address="ipc://in", output_address="ipc://out"),),
         num_threads=3,
+        transport=Transport(host="10.0.0.1", curve_secret="s" * 40),
     )
     assert from_plain(EngineLaunch, json.loads(json.dumps(to_plain(launch)))) == launch
+    assert "s" * 40 not in repr(launch)
+
+
+def test_sockets_lie_in_a_directory_or_get_a_port_of_their_own() -> None:
+    assert UNIX_SOCKETS.address("/run/x", "control") == "ipc:///run/x/control"
+    assert Transport(host="10.0.0.1").address("/run/x", "control") == "tcp://10.0.0.1:0"
+    assert Transport(host="fd00::1").address("/run/x", "control") == "tcp://[fd00::1]:0"
 
 
 def test_an_unknown_setting_is_told_the_nearest_known_one() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cores.config import ConfigError
+from cores.config import UNIX_SOCKETS, ConfigError, Transport
 from cores.curve import GroupKey
 
 
@@ -19,6 +19,13 @@ def test_one_secret_makes_one_pair_wherever_it_is_read(tmp_path: Path) -> None:
     assert first == GroupKey.read(write(tmp_path / "b", "s" * 32 + "\n"))
     assert first != GroupKey.read(write(tmp_path / "c", "t" * 32))
     assert first.secret.decode() not in repr(first)
+
+
+def test_a_key_that_was_made_crosses_to_a_child_and_no_two_are_alike() -> None:
+    made = GroupKey.make()
+    assert GroupKey.of(Transport(host="10.0.0.1", curve_secret=made.secret.decode())) == made
+    assert made != GroupKey.make()
+    assert GroupKey.of(UNIX_SOCKETS) is None
 
 
 @pytest.mark.parametrize(

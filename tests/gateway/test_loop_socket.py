@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from gateway.loop_socket import MAX_FRAMES_PER_TURN, LoopSocket, ipc_address
+from gateway.loop_socket import MAX_FRAMES_PER_TURN, LoopSocket
 
 DEADLINE_S = 60.0
 
@@ -62,7 +62,7 @@ class Inbox:
 async def test_messages_that_came_before_the_reader_started_are_read(context: Context, peer: Peer, tmp_path: Path) -> None:
     inbox = Inbox()
     pull = LoopSocket(context, zmq.PULL, inbox)
-    address = pull.bind(ipc_address(str(tmp_path), "p"))
+    address = pull.bind(f"ipc://{tmp_path}/p")
     push = peer(zmq.PUSH, address)
     push.send(b"early")
     pull.start()
@@ -76,7 +76,7 @@ async def test_a_flood_is_read_completely_and_the_loop_gets_turns_in_between(
 ) -> None:
     inbox = Inbox()
     pull = LoopSocket(context, zmq.PULL, inbox)
-    address = pull.bind(ipc_address(str(tmp_path), "p"))
+    address = pull.bind(f"ipc://{tmp_path}/p")
     push = peer(zmq.PUSH, address)
     total = 20 * MAX_FRAMES_PER_TURN
     for i in range(total):
@@ -97,7 +97,7 @@ async def test_replies_are_read_although_sends_swallow_the_edge_that_announced_t
 ) -> None:
     inbox = Inbox()
     router = LoopSocket(context, zmq.ROUTER, inbox)
-    address = router.bind(ipc_address(str(tmp_path), "r"))
+    address = router.bind(f"ipc://{tmp_path}/r")
     dealer = peer(zmq.DEALER, address)
     router.start()
     dealer.send(b"hello")
@@ -114,7 +114,7 @@ async def test_replies_are_read_although_sends_swallow_the_edge_that_announced_t
 
 async def test_a_send_to_a_peer_that_is_not_there_raises(context: Context, tmp_path: Path) -> None:
     router = LoopSocket(context, zmq.ROUTER, Inbox())
-    router.bind(ipc_address(str(tmp_path), "r"))
+    router.bind(f"ipc://{tmp_path}/r")
     router.start()
     with pytest.raises(zmq.ZMQError):
         router.send([b"nobody", b"command"])
@@ -129,7 +129,7 @@ async def test_closing_from_within_a_message_ends_the_reading(context: Context, 
         pull.close()
 
     pull = LoopSocket(context, zmq.PULL, close_at_once)
-    address = pull.bind(ipc_address(str(tmp_path), "p"))
+    address = pull.bind(f"ipc://{tmp_path}/p")
     push = peer(zmq.PUSH, address)
     push.send(b"1")
     push.send(b"2")

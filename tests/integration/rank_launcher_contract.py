@@ -32,8 +32,8 @@ class Workplace:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.received: list[Message] = []
-        self.control = ControlSocket(f"ipc://{directory}/control", lambda identity, message: self.received.append(message))
-        self.control.start()
+        self.control = ControlSocket(lambda identity, message: self.received.append(message))
+        self.control.start(f"ipc://{directory}/control")
         self.front_end = FrontEndAddress(
             index=0, input_address=f"ipc://{directory}/in", output_address=f"ipc://{directory}/out"
         )

@@ -30,8 +30,8 @@ class Place:
     def __init__(self, address: str) -> None:
         self.received: list[tuple[bytes, Message]] = []
         self.news = asyncio.Event()
-        self.control = ControlSocket(address, self._on_message)
-        self.control.start()
+        self.control = ControlSocket(self._on_message)
+        self.control.start(address)
         self._context = zmq.asyncio.Context()
         self._peers: list[zmq.asyncio.Socket] = []
 

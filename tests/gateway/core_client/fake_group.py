@@ -77,8 +77,8 @@ class FakeGroup:
         self.engines: dict[int, FakeEngine] = {}  # the present lives, by rank
         self._lives: list[FakeEngine] = []
         self._num_ranks = num_ranks
-        self._control = ControlSocket(f"ipc://{directory / 'control'}", lambda _, message: self.said.append(message))
-        self._control.start()
+        self._control = ControlSocket(lambda _, message: self.said.append(message))
+        self._control.start(f"ipc://{directory / 'control'}")
         self._context = zmq.asyncio.Context()
         parallel = ParallelConfig(data_parallel_size=num_ranks)
         # A policy that watches no caches, unless asked for: the commands that an engine gets are then those of the test alone.

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
 
 from cores.config import EngineConfig, EngineLaunch, FrontEndAddress
 from cores.launch.interface import LaunchError, RankExit, RankHandle
-from cores.messages import EngineCoreDead, EngineReady, GroupState, RankDied, RankId
+from cores.messages import EngineAlive, EngineCoreDead, EngineReady, GroupState, RankDied, RankId
 from gateway.launch.group_ledger import GroupLedger
 from gateway.launch.rank_supervisor import RankPlan, RankSupervisor
 
@@ -20,6 +21,7 @@ class FakeRank:
     def __init__(self, pid: int) -> None:
         self.pid: int | None = pid
         self.node = "here"
+        self.node_silent_s = 0.0
         self.was_killed = False
         self._end: asyncio.Future[RankExit] = asyncio.get_running_loop().create_future()
 
@@ -45,6 +47,8 @@ class FakeRankLauncher:
         self.lives: dict[RankId, FakeRank] = {}
         self.refusal: str | None = None
         self.refuse_with: Exception | None = None  # that no launcher should raise
+
+    host = "127.0.0.1"
 
     async def open(self) -> None: ...
 
@@ -278,3 +282,62 @@ async def test_stop_waits_for_ordered_ends_and_kills_the_rest(group: Group) -> N
     assert stubborn.was_killed
     assert group.failures == []
     assert len(group.launcher.launches) == 2
+
+
+def put_on(group: Group, node: str, *ranks: int, node_silent_s: float = 0.0) -> list[FakeRank]:
+    lives = [group.launcher.lives[RankId(rank, 1)] for rank in ranks]
+    for life in lives:
+        life.node, life.node_silent_s = node, node_silent_s
+    return lives
+
+
+async def test_all_ranks_of_a_node_that_is_gone_are_declared_dead_in_one_snapshot() -> None:
+    group = Group(4)
+    await group.bring_up()
+    put_on(group, "lost", 1, 2, 3, node_silent_s=60.0)
+    num_states = len(group.states)
+    group.supervisor.look_for_lost_nodes(time.monotonic() + 2.5)
+    await group.until(lambda: len(group.states) > num_states)
+    assert [record.state for record in group.states[num_states].ranks] == ["ready", "dead", "dead", "dead"]
+    assert "node lost is gone: nothing was heard of it or its ranks for" in str(group.states[-1].ranks[1].cause)
+    await group.until(lambda: all(RankId(rank, 2) in group.launcher.lives for rank in (1, 2, 3)))
+    assert all(group.launcher.lives[RankId(rank, 1)].was_killed for rank in (1, 2, 3))
+    await group.supervisor.stop(0.0)
+    group.ledger.check_invariants()
+
+
+async def test_a_silent_rank_on_a_node_that_answers_is_not_lost_and_neither_is_one_that_speaks_on_a_silent_node(
+    group: Group,
+) -> None:
+    await group.bring_up()
+    put_on(group, "busy", 0, node_silent_s=0.1)
+    put_on(group, "silent", 1, node_silent_s=60.0)
+    group.supervisor.on_message(EngineAlive(RankId(1, 1)))
+    group.supervisor.look_for_lost_nodes(time.monotonic() + 1.5)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert [group.state(0), group.state(1)] == ["ready", "ready"]
+
+
+async def test_a_rank_that_ray_has_lost_waits_for_the_verdict_on_its_node(group: Group) -> None:
+    await group.bring_up()
+    first, _ = put_on(group, "lost", 0, 1, node_silent_s=1.0)
+    first.end("Ray has lost touch with it")
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert [group.state(0), group.state(1)] == ["ready", "ready"]
+    put_on(group, "lost", 0, 1, node_silent_s=60.0)
+    num_states = len(group.states)
+    group.supervisor.look_for_lost_nodes(time.monotonic() + 2.5)
+    await group.until(lambda: len(group.states) > num_states)
+    assert [record.state for record in group.states[num_states].ranks] == ["dead", "dead"]
+
+
+async def test_a_life_that_was_declared_dead_is_over_whatever_it_says(group: Group) -> None:
+    await group.bring_up()
+    assert not group.supervisor.is_over(RankId(0, 1))
+    group.launcher.lives[RankId(0, 1)].end("killed")
+    await group.until(lambda: RankId(0, 2) in group.launcher.lives)
+    assert group.supervisor.is_over(RankId(0, 1))
+    assert not group.supervisor.is_over(RankId(0, 2))
+    assert group.supervisor.is_over(RankId(7, 1))
