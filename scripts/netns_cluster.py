@@ -148,8 +148,6 @@ class NetnsCluster:
             f"--object-store-memory={_OBJECT_STORE_BYTES}", "--disable-usage-stats", "--include-log-monitor=false",
             "--log-style=record", "--log-color=false", *words,
         ]  # fmt: skip
-        if node != HEAD:
-            command.remove("--include-dashboard=false")
         done = subprocess.run(
             self.inside(node, command), env=self.environment, cwd="/", capture_output=True, text=True,
             timeout=START_TIMEOUT_S, check=False,
