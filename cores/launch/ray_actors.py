@@ -44,6 +44,7 @@ from cores.launch.interface import LaunchError, RankExit
 from cores.launch.rank_environment import Machine, memory_variables, thread_variables, threads_per_rank
 from cores.launch.rank_log import LogPipe, LogRelay
 from cores.launch.ray_cluster import EmbeddedRayCluster
+from cores.launch.ray_head import HeadWatch
 from cores.launch.ray_nodes import Node, NodeWatch, Place, Places, answers, choose_node, num_sharing, placement_table
 from cores.log import set_up_logging
 from cores.messages import RankId
@@ -206,6 +207,7 @@ class RayActorLauncher:
         self._node_id = ""
         self.host = ""
         self._ranks: list[RayRank] = []
+        self._head: HeadWatch | None = None
 
     async def open(self) -> None:
         if self._cluster is not None:
@@ -217,6 +219,7 @@ class RayActorLauncher:
         self._node_id, self.host = await in_thread(lambda: _join(address, self._run_id), JOIN_TIMEOUT_S, what)
         _take_signals_back()
         logger.info("joined Ray at %s as %s", address, self._run_id)
+        self._head = HeadWatch(str(ray.get_runtime_context().gcs_address))
 
     async def start(self, launch: EngineLaunch) -> RayRank:
         life = RankId(launch.rank, launch.epoch)
@@ -334,6 +337,8 @@ class RayActorLauncher:
     async def close(self) -> None:
         await asyncio.gather(*(rank.kill() for rank in self._ranks))
         self._ranks.clear()
+        if self._head is not None:
+            self._head.close()
         if self._node_id:
             self._node_id = ""
             with contextlib.suppress(LaunchError):

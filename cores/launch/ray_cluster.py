@@ -31,8 +31,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 # We pass nothing through Ray's object store; this is the least that it accepts. By default it reserves a third of the memory.
 _OBJECT_STORE_BYTES = 80_000_000
 
+# A process of Ray's that has not reached the cluster's head for 60 s ends itself, ranks and launcher included, and with them
+# everybody's streams. They need nothing of it: they may wait 23 days (in milliseconds it is still an int).
+_OUTLIVE_HEAD = {"RAY_gcs_rpc_server_reconnect_timeout_s": "2000000"}
 # Of the whole cluster. Read by Ray's C++ code from the environment.
 _CLUSTER_VARIABLES = {
+    **_OUTLIVE_HEAD,
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
     # An idle worker for each core, started in advance: 80 MiB each, and no rank ever uses one.
@@ -67,6 +71,12 @@ class EmbeddedRayCluster:
         if self._guardian is not None:
             self._guardian.close_stdin()
             await self._guardian.end(STOP_TIMEOUT_S)
+
+
+def outlive_head() -> None:
+    """The death of Ray's head is not ours. For this process; call it before `import ray`, which reads it once."""
+    for name, value in _OUTLIVE_HEAD.items():
+        os.environ.setdefault(name, value)
 
 
 def use_own_token() -> None:

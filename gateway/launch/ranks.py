@@ -8,7 +8,7 @@ from pathlib import Path
 from cores.config import is_loopback
 from cores.launch.interface import RankLauncher
 from cores.launch.local_processes import LocalProcessLauncher
-from cores.launch.ray_cluster import use_own_token
+from cores.launch.ray_cluster import outlive_head, use_own_token
 from gateway.config import GatewayConfig, ParallelConfig
 
 
@@ -39,8 +39,9 @@ def make_rank_launcher(config: GatewayConfig, run_directory: Path) -> RankLaunch
     ready_timeout_s = config.fault.engine_ready_timeout
     if config.parallel.data_parallel_backend == "mp":
         return LocalProcessLauncher(len(ranks_on_node(config.parallel)))
+    outlive_head()  # and this, before the import below: Ray reads it once
     if config.parallel.ray_address is None:
-        use_own_token()  # before the import below: Ray reads it once
+        use_own_token()
     from cores.launch.ray_actors import PLACE_TIMEOUT_S, RayActorLauncher  # 66 MiB and half a second that `mp` need not pay
 
     return RayActorLauncher(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -101,3 +102,25 @@ def test_endpoints_under_one_supervisor_share_one_ray(
     serve.terminate()
     assert serve.wait(END_TIMEOUT_S) == 0
     assert marked.leftovers() == []
+
+
+@pytest.mark.parametrize("headless_s", [0.0, pytest.param(70.0, marks=pytest.mark.long)])
+def test_death_of_rays_head_ends_no_rank_and_is_said(marked: MarkedRun, ray_serve: list[str], headless_s: float) -> None:
+    """Left alone, Ray's own code ends every process that has not reached the head for a minute."""
+    serve = marked.start(*ray_serve)
+    url = marked.url
+    assert [num_completion_tokens(url, rank) for rank in (0, 1)] == [3, 3]
+    (head,) = [process for process in marked.see() if process.name() == "gcs_server"]
+    head.kill()
+    killed_s = time.monotonic()
+    marked.until_log_has("is gone: what runs goes on, no rank can be started")
+    poll_until(lambda: time.monotonic() - killed_s > headless_s, "a cluster without a head")
+    assert [num_completion_tokens(url, rank) for rank in (0, 1)] == [3, 3]
+
+    # A rank that dies now cannot come back; the other serves on.
+    os.kill(rank_row(url, 1)["pid"], signal.SIGKILL)
+    poll_until(lambda: rank_row(url, 1)["deaths"] > 0, "its death is seen")
+    assert num_completion_tokens(url, 0) == 3
+    serve.terminate()
+    assert serve.wait(END_TIMEOUT_S) == 0
+    poll_until(lambda: not marked.processes(), "no process is left")
