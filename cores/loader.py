@@ -17,8 +17,8 @@ from transformers.utils import logging as transformers_logging
 
 from cores.config import DEFAULT_BLOCK_SIZE, ConfigError, EngineConfig
 from cores.runner.attention import ATTENTION_NAME
-from cores.runner.cpu_linear import can_pack, pack_linears
 from cores.runner.model_dir import read_eos_token_ids
+from cores.runner.packed_layers import can_pack, pack_linears
 from cores.runner.paged_kv_cache import KVCacheShape
 from cores.runner.pooling_kind import PoolingKind, num_positions
 from cores.runner.varlen_attention import BLOCK_SIZE_MULTIPLE, can_use_varlen

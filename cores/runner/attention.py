@@ -36,8 +36,8 @@ class AttentionStep(Protocol):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        """Writes K and V, [1, kv_heads, T, head_dim], to the cache; returns what `query`, [1, heads, T, head_dim], finds there
-        and before it, as [T, heads, head_dim]."""
+        """Writes K and V, [T, kv_heads, head_dim], to the cache; returns what `query`, [T, heads, head_dim], finds there and
+        before it, in its own shape."""
         ...
 
 
@@ -56,8 +56,9 @@ def paged_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature; the result is [1, T, heads, head_dim]."""
+    """transformers' attention signature: [1, heads, T, head_dim] goes in and [1, T, heads, head_dim] comes out."""
     _refuse_unsupported(module, kwargs)
+    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     return attention_step.attend(_layer_index(module), query, key, value, scaling)[None], None
 
 

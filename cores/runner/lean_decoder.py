@@ -1,8 +1,10 @@
-"""Models built like Llama, computed with few operations: the same numbers as transformers' own code, bit for bit.
+"""Models built like Llama, computed with few operations; in float32 the same numbers as transformers' own code, bit for bit.
 
 transformers' modules spend 230 operations and 13 module calls on each layer of a step. Where it has few tokens, which is what
-decoding is, these take as long as the matrix products: a step of 8 sequences of SmolLM2 took 106 ms, and takes 60 ms here (two
+decoding is, these take as long as the matrix products: a step of 8 sequences of SmolLM2 took 106 ms, and takes 48 ms here (two
 cores of a virtual machine). What a model of this family does is written down once; all others run as they came.
+
+Where layers are packed (`packed_layers`), less is rounded on the way, and bits differ as they do between two batch shapes.
 
 The modules, and the parameters in them, stay the model's own: new weights are in place here, too.
 """
@@ -17,21 +19,20 @@ import torch
 import torch.nn.functional as F
 
 from cores.runner.attention import AttentionStep
+from cores.runner.packed_layers import Compute, PackedLinear, PackedNorm, can_pack, join_linears
 
 # Rotary embedding, grouped-query attention, SiLU-gated MLP, RMS norm before each of both; Qwen3 also norms each head.
 CLASSES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
-Linear = Callable[[torch.Tensor], torch.Tensor]
+Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class _Norm:
+    """In transformers' order of roundings."""
+
     weight: torch.nn.Parameter
     eps: float
-
-    @classmethod
-    def of(cls, module: Any) -> _Norm | None:
-        return None if module is None else cls(module.weight, module.variance_epsilon)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         h = x.float()
@@ -43,60 +44,78 @@ class _Layer:
     index: int
     scaling: float
     head_dim: int
-    input_norm: _Norm
-    query: Linear
-    key: Linear
-    value: Linear
-    query_norm: _Norm | None
-    key_norm: _Norm | None
-    output: Linear
-    mlp_norm: _Norm
-    gate: Linear
-    up: Linear
-    down: Linear
+    num_heads: int
+    num_kv_heads: int
+    input_norm: Compute
+    project: Compute  # query, key and value
+    query_norm: Compute | None
+    key_norm: Compute | None
+    add_output: Combine
+    mlp_norm: Compute
+    gated: Compute
+    add_down: Combine
 
     @classmethod
     def of(cls, module: Any) -> _Layer:
         attention, mlp = module.self_attn, module.mlp
-        input_norm, mlp_norm = _Norm.of(module.input_layernorm), _Norm.of(module.post_attention_layernorm)
-        assert input_norm is not None
-        assert mlp_norm is not None
         return cls(
             index=attention.layer_idx,
             scaling=attention.scaling,
             head_dim=attention.head_dim,
-            input_norm=input_norm,
-            # `forward`, not the module: a call of it costs as much as a small product.
-            query=attention.q_proj.forward,
-            key=attention.k_proj.forward,
-            value=attention.v_proj.forward,
-            query_norm=_Norm.of(getattr(attention, "q_norm", None)),
-            key_norm=_Norm.of(getattr(attention, "k_norm", None)),
-            output=attention.o_proj.forward,
-            mlp_norm=mlp_norm,
-            gate=mlp.gate_proj.forward,
-            up=mlp.up_proj.forward,
-            down=mlp.down_proj.forward,
+            num_heads=attention.q_proj.out_features // attention.head_dim,
+            num_kv_heads=attention.k_proj.out_features // attention.head_dim,
+            input_norm=_norm(module.input_layernorm),
+            project=join_linears(attention, "qkv_proj", [attention.q_proj, attention.k_proj, attention.v_proj]),
+            query_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
+            key_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
+            add_output=_adding(attention.o_proj),
+            mlp_norm=_norm(module.post_attention_layernorm),
+            gated=_gating(mlp.gate_proj, mlp.up_proj),
+            add_down=_adding(mlp.down_proj),
         )
 
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """`x` [T, hidden]; `cos` and `sin` [T, 1, head_dim], `sin` with the sign that its half needs."""
-        h = self.input_norm(x)
-        q = self.query(h).view(len(h), -1, self.head_dim)
-        k = self.key(h).view(len(h), -1, self.head_dim)
-        v = self.value(h).view(len(h), -1, self.head_dim)
+        states = self.project(self.input_norm(x)).view(len(x), -1, self.head_dim)
+        query, key, value = states.split_with_sizes([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        found = step.attend(self.index, q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], self.scaling)
-        x = x + self.output(found.view(len(h), -1))
-        h = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(h), inplace=True).mul_(self.up(h)))
+            query.copy_(self.query_norm(query))
+            key.copy_(self.key_norm(key))
+        _rotate(states[:, : self.num_heads + self.num_kv_heads], cos, sin)
+        found = step.attend(self.index, query, key, value, self.scaling)
+        x = self.add_output(found.view(len(x), -1), x)
+        return self.add_down(self.gated(self.mlp_norm(x)), x)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+# In each of these: `forward`, not the module, whose call costs as much as a small product.
+
+
+def _norm(norm: Any) -> Compute:
+    if not can_pack(norm.weight.device, norm.weight.dtype):
+        return _Norm(norm.weight, norm.variance_epsilon)
+    packed = PackedNorm(norm.weight, norm.variance_epsilon)
+    norm.add_module("packed", packed)
+    return packed.forward
+
+
+def _adding(linear: Any) -> Combine:
+    """(h, x) → x + linear(h)"""
+    if isinstance(linear, PackedLinear):
+        return linear.plus
+    return lambda h, x: x + linear.forward(h)
+
+
+def _gating(gate: Any, up: Any) -> Compute:
+    """h → silu(gate(h)) × up(h)"""
+    if isinstance(gate, PackedLinear) and isinstance(up, PackedLinear):
+        return lambda h: up.times(h, gate.silu(h))
+    return lambda h: F.silu(gate.forward(h), inplace=True).mul_(up.forward(h))
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     first, second = x.chunk(2, dim=-1)
-    return x.mul(cos).add_(torch.cat((second, first), dim=-1).mul_(sin))
+    swapped = torch.cat((second, first), dim=-1).mul_(sin)
+    x.mul_(cos).add_(swapped)
 
 
 class LeanDecoder:
@@ -106,10 +125,8 @@ class LeanDecoder:
         self._embed = model.model.embed_tokens
         self._rotary = model.model.rotary_emb
         self._layers = [_Layer.of(layer) for layer in model.model.layers]
-        norm = _Norm.of(model.model.norm)
-        assert norm is not None
-        self._norm = norm
-        self._head: Linear = model.lm_head.forward
+        self._norm = _norm(model.model.norm)
+        self._head: Compute = model.lm_head.forward
 
     @staticmethod
     def can_compute(model: Any) -> bool:

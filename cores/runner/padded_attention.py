@@ -61,36 +61,39 @@ class PaddedAttention:
     short_chunks: list[ShortChunkGroup]
     prefills: list[PrefillChunk]
 
+    @property
+    def is_one_decode_group(self) -> bool:
+        return len(self.decodes) == 1 and not self.short_chunks and not self.prefills
+
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, head_dim]
-        self.cache.write(layer, self.slots, keys, values)
-        out = torch.empty(queries.shape, dtype=query.dtype, device=query.device)
+        self.cache.write(layer, self.slots, key, value)
+        if self.is_one_decode_group:
+            return _decode(self.decodes[0], self.cache, layer, query, scaling)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for group in self.decodes:
-            _decode(group, self.cache, layer, queries, out, scaling)
+            if group.rows is None:
+                num_seqs = len(group.block_table)
+                out[:num_seqs] = _decode(group, self.cache, layer, query[:num_seqs], scaling)
+            else:
+                out.index_copy_(0, group.rows, _decode(group, self.cache, layer, query.index_select(0, group.rows), scaling))
         for chunks in self.short_chunks:
-            _prefill_together(chunks, self.cache, layer, queries, out, scaling)
+            _prefill_together(chunks, self.cache, layer, query, out, scaling)
         for chunk in self.prefills:
             _prefill(chunk, self.cache, layer, query, key, value, out, scaling)
         return out
 
 
-def _decode(
-    group: DecodeGroup, cache: PagedKVCache, layer: int, queries: torch.Tensor, out: torch.Tensor, scaling: float | None
-) -> None:
-    num_seqs = len(group.block_table)
-    q = queries[:num_seqs] if group.rows is None else queries.index_select(0, group.rows)
+def _decode(group: DecodeGroup, cache: PagedKVCache, layer: int, q: torch.Tensor, scaling: float | None) -> torch.Tensor:
+    """`q` [n, heads, head_dim], a row for each of the group."""
+    num_seqs = len(q)
     keys, values = cache.read(layer, group.block_table)
     num_heads, head_dim, num_kv_heads = q.shape[1], q.shape[2], keys.shape[1]
     # The query heads that share a KV head are the rows of one small matrix, so K and V are read once for all of them.
     packed = q.reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     result = F.scaled_dot_product_attention(packed, keys, values, attn_mask=group.mask, scale=scaling)
-    result = result.reshape(num_seqs, num_heads, head_dim)
-    if group.rows is None:
-        out[:num_seqs] = result
-    else:
-        out.index_copy_(0, group.rows, result)
+    return result.reshape(num_seqs, num_heads, head_dim)
 
 
 def _prefill_together(
@@ -117,11 +120,11 @@ def _prefill(
 ) -> None:
     tokens = slice(chunk.start, chunk.start + chunk.length)
     if chunk.block_table is None:
-        keys, values = key[:, :, tokens], value[:, :, tokens]
+        keys, values = key[tokens].transpose(0, 1)[None], value[tokens].transpose(0, 1)[None]
     else:
         keys, values = cache.read(layer, chunk.block_table)
     result = F.scaled_dot_product_attention(
-        query[:, :, tokens],
+        query[tokens].transpose(0, 1)[None],
         keys,
         values,
         attn_mask=chunk.mask,

@@ -63,11 +63,10 @@ class VarlenAttention:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, head_dim]
-        self.cache.write(layer, self.slots, keys, values)
+        self.cache.write(layer, self.slots, key, value)
         key_blocks, value_blocks = self.cache.blocks(layer)
         return self.kernel(
-            queries,
+            query,
             key_blocks,
             value_blocks,
             self.cu_seq_q,
@@ -76,7 +75,7 @@ class VarlenAttention:
             self.max_k,
             scale=scaling,
             window_size=CAUSAL,
-            enable_gqa=queries.shape[1] != keys.shape[1],
+            enable_gqa=query.shape[1] != key.shape[1],
             seqused_k=self.seqused_k,
             block_table=self.block_table,
         )

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from cores.config import ConfigError
 from cores.loader import LoadedModel, check_weights_fit, needed_keys
-from cores.runner.cpu_linear import drop_packed_weights, repack_linears
+from cores.runner.packed_layers import drop_packed_layers, repack_layers
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Weights:
         """Their memory is free; `restore` reads them again."""
         for parameter in self._parameters.values():
             parameter.data = parameter.data.new_empty(0)
-        drop_packed_weights(self._model)
+        drop_packed_layers(self._model)
         self._dropped = True
 
     def restore(self) -> None:
@@ -80,7 +80,7 @@ class Weights:
                 parameter.data = tensors[name].to(self._device)
             else:
                 parameter.data.copy_(tensors[name])  # needs no memory on the device, so it cannot fail halfway
-        repack_linears(self._model)
+        repack_layers(self._model)
 
     def _read(self, directory: str) -> Tensors:
         """A whole set on the host. The model's own configuration counts, whatever the directory says."""

@@ -70,11 +70,6 @@ class Sequence:
         self.v = torch.randn(self.length, KV_HEADS, HEAD_DIM)
 
 
-def row(states: list[torch.Tensor]) -> torch.Tensor:
-    """As transformers hands it over: [1, heads, T, head_dim]."""
-    return torch.cat(states).transpose(0, 1)[None]
-
-
 def step_of(sequences: list[Sequence], cache: PagedKVCache) -> SchedulerOutput:
     decodes, prefills, first_block = [], [], 0
     for sequence in sequences:
@@ -117,9 +112,9 @@ def test_a_sequence_in_a_batch_gets_what_it_gets_alone(
     step = make_attention(batch, cache, slots_of(batch))
     out = step.attend(
         LAYER,
-        row([s.q for s in sequences]),
-        row([s.k[s.num_computed :] for s in sequences]),
-        row([s.v[s.num_computed :] for s in sequences]),
+        torch.cat([s.q for s in sequences]),
+        torch.cat([s.k[s.num_computed :] for s in sequences]),
+        torch.cat([s.v[s.num_computed :] for s in sequences]),
         SCALE,
     )
     torch.testing.assert_close(out, torch.cat([attend_alone(s.q, s.k, s.v, SCALE) for s in sequences]))
@@ -202,8 +197,8 @@ def test_this_torch_has_the_kernel_that_we_call() -> None:
     if kernel is None:
         pytest.skip(f"torch {torch.__version__} has no varlen_attn with block tables")
     batch = make_batch([make([1] * 5, 4, [7, 3])], [])
-    states = torch.zeros(1, KV_HEADS, 1, HEAD_DIM)
+    states = torch.zeros(1, KV_HEADS, HEAD_DIM)
     cache = make_cache(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
     step = make_varlen_attention(batch, cache, slots_of(batch), kernel=kernel)
     with pytest.raises(NotImplementedError, match="_flash_attention_forward"):  # on a CPU: but the arguments are right
-        step.attend(LAYER, torch.zeros(1, HEADS, 1, HEAD_DIM), states, states, SCALE)
+        step.attend(LAYER, torch.zeros(1, HEADS, HEAD_DIM), states, states, SCALE)

@@ -1,13 +1,16 @@
-"""The lean way and the model's own are one computation: every logit is equal, to the last bit."""
+"""The lean way and the model's own are one computation: in float32 every logit is equal to the last bit."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from cores.runner.lean_decoder import LeanDecoder
 from cores.runner.testing import make_tiny_llama
 from cores.testing import make_request
 from tests.cores.runner.torch_engine import Engine
@@ -21,14 +24,11 @@ MODELS = {
 }
 
 
-def run(model: Path, dtype: str, *, is_lean: bool) -> list[torch.Tensor]:
+def run(model: Path, dtype: str, **sampling: Any) -> list[torch.Tensor]:
     """The logits of every step of a batch of prompts and their decodes."""
     engine = Engine(model, dtype=dtype)
     parts = engine.runner._parts
     assert parts is not None
-    assert parts.lean is not None
-    if not is_lean:
-        engine.runner._parts = dataclasses.replace(parts, lean=None)
     seen: list[torch.Tensor] = []
     sample = parts.sampler.sample
 
@@ -37,18 +37,46 @@ def run(model: Path, dtype: str, *, is_lean: bool) -> list[torch.Tensor]:
         return sample(logits, *args)  # type: ignore[arg-type]
 
     parts.sampler.sample = recording  # type: ignore[method-assign, assignment]
-    engine.run([make_request(i, n, temperature=0.0, max_tokens=8, ignore_eos=True) for i, n in enumerate(PROMPT_LENGTHS)])
+    requests = [
+        make_request(i, n, temperature=0.0, max_tokens=8, ignore_eos=True, **sampling) for i, n in enumerate(PROMPT_LENGTHS)
+    ]
+    engine.run(requests)
     return seen
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@contextlib.contextmanager
+def own_code() -> Iterator[None]:
+    """Models compute by themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LeanDecoder, "can_compute", lambda model: False)
+        yield
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_every_logit_is_that_of_the_models_own_code(name: str, dtype: str, tmp_path: Path) -> None:
+def test_in_float32_every_logit_is_that_of_the_models_own_code(name: str, tmp_path: Path) -> None:
     model = make_tiny_llama(tmp_path / name, **MODELS[name])
-    lean, own = run(model, dtype, is_lean=True), run(model, dtype, is_lean=False)
+    lean = run(model, "float32")
+    with own_code():
+        own = run(model, "float32")
     assert len(lean) == len(own) >= 8
     for a, b in zip(lean, own, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_in_bfloat16_logits_are_as_near_to_the_exact_ones_as_those_of_the_models_own_code(name: str, tmp_path: Path) -> None:
+    model = make_tiny_llama(tmp_path / name, **MODELS[name])
+    same_tokens = {"allowed_token_ids": [7]}  # whatever the logits say, so that each step has the same input
+    exact, lean = run(model, "float32", **same_tokens), run(model, "bfloat16", **same_tokens)
+    with own_code():
+        own = run(model, "bfloat16", **same_tokens)
+    assert len(exact) == len(lean) == len(own) >= 8
+    assert distance(lean, exact) <= 1.1 * distance(own, exact)
+
+
+def distance(logits: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    """Root mean square."""
+    return float((torch.cat(logits).float() - torch.cat(exact)).square().mean().sqrt())
 
 
 @pytest.mark.parametrize("settings", [{"hidden_act": "gelu"}, {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}])

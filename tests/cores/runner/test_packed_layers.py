@@ -1,4 +1,4 @@
-"""Packed linear layers compute what plain ones do, and follow their weights wherever those go."""
+"""Packed layers compute what plain ones do, and follow their weights wherever those go."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ import torch
 from torch import nn
 
 from cores.messages import UtilityCall
-from cores.runner.cpu_linear import PackedLinear, can_pack, drop_packed_weights, pack_linears, repack_linears
+from cores.runner.packed_layers import (
+    PackedLinear,
+    PackedNorm,
+    can_pack,
+    drop_packed_layers,
+    join_linears,
+    pack_linears,
+    repack_layers,
+)
 from cores.runner.testing import make_tiny_llama
 from cores.testing import make_request
 from tests.cores.runner.torch_engine import Engine
@@ -83,15 +91,70 @@ def test_what_is_no_plain_linear_layer_is_left_alone() -> None:
 def test_new_weights_count_once_they_are_packed() -> None:
     model, other = make_model(), make_model()
     pack_linears(model)
-    drop_packed_weights(model)
+    drop_packed_layers(model)
     for name, parameter in model.named_parameters():
         parameter.data = other.get_parameter(name).data * 2
     other[0].weight *= 2
     other[0].bias *= 2
     other[2].weight *= 2
-    repack_linears(model)
+    repack_layers(model)
     x = torch.ones(3, 48, dtype=BF16)
     torch.testing.assert_close(model(x), other(x), rtol=2**-7, atol=2**-7)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key = nn.Linear(32, 48, bias=False), nn.Linear(32, 16)
+        self.to(BF16).requires_grad_(False)
+
+
+@needs_packing
+def test_joined_layers_give_what_each_gives_and_follow_their_weights() -> None:
+    plain, joined, x = Attention(), Attention(), torch.randn(5, 32).to(BF16)
+    names = dict(joined.named_parameters()).keys()
+    pack_linears(joined)
+    project = join_linears(joined, "both", [joined.query, joined.key])
+    torch.testing.assert_close(project(x), torch.cat((plain.query(x), plain.key(x)), dim=-1), rtol=2**-7, atol=2**-7)
+    assert dict(joined.named_parameters()).keys() == names
+    assert joined.query.weight.numel() == joined.key.weight.numel() == 0
+
+    drop_packed_layers(joined)
+    for name, parameter in joined.named_parameters():
+        parameter.data = plain.get_parameter(name).data * 2
+    repack_layers(joined)
+    torch.testing.assert_close(project(x), torch.cat((plain.query(x), plain.key(x)), dim=-1) * 2, rtol=2**-7, atol=2**-7)
+
+
+@needs_packing
+def test_what_is_not_packed_is_computed_one_by_one() -> None:
+    model = Attention()
+    project, x = join_linears(model, "both", [model.query, model.key]), torch.randn(5, 32).to(BF16)
+    assert torch.equal(project(x), torch.cat((model.query(x), model.key(x)), dim=-1))
+
+
+@needs_packing
+def test_what_follows_a_product_is_computed_with_it() -> None:
+    plain, x, other = make_model()[0], torch.randn(7, 48).to(BF16), torch.randn(7, 80).to(BF16)
+    packed = PackedLinear(plain, keeps_weight=True)
+    packed.pack()
+    exact = nn.functional.linear(x.float(), plain.weight.float(), plain.bias.float())
+    for got, wanted in (
+        (packed.silu(x), nn.functional.silu(exact)),
+        (packed.times(x, other), exact * other.float()),
+        (packed.plus(x, other), exact + other.float()),
+    ):
+        torch.testing.assert_close(got, wanted.to(BF16), rtol=2**-7, atol=2**-7)
+
+
+def test_a_packed_norm_is_an_rms_norm_and_follows_its_weight() -> None:
+    x, weight = torch.randn(9, 64) * 5 + 3, nn.Parameter(torch.randn(64), requires_grad=False)
+    norm = PackedNorm(weight, 1e-5)
+    torch.testing.assert_close(norm(x), nn.functional.rms_norm(x, (64,), weight, 1e-5))
+    weight.data = weight.data * 3
+    norm.pack()
+    torch.testing.assert_close(norm(x), nn.functional.rms_norm(x, (64,), weight, 1e-5))
 
 
 def test_float32_and_other_devices_are_not_packed() -> None:
