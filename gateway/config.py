@@ -32,6 +32,12 @@ class ServerConfig:
         False, "add the development routes, with which a caller can stop the engines; also GATEWAY_SERVER_DEV_MODE"
     )
     shutdown_timeout: float = opt(30.0, "time to drain after SIGTERM; a second signal ends at once", unit="s", min=0)
+    shutdown_delay: float = opt(
+        0.0,
+        "at the beginning of that time, serve new requests while /ready says no already: for balancers that probe",
+        unit="s",
+        min=0,
+    )
     metrics_prefix: str = opt("gateway:", "of metric names; `vllm:` makes vLLM's dashboards work unchanged")
 
     def __post_init__(self) -> None:

@@ -133,6 +133,13 @@ class FrontEnd:
         return 0 if is_ordered else 1
 
     async def _stop(self, llm: AsyncLLM, server: RunningServer, timeout_s: float) -> None:
+        self.state.is_leaving = True
+        # Whoever balances over several endpoints learns of it with its next probe. Until then what it sends is served.
+        delay_s = min(self.config.server.shutdown_delay, timeout_s)
+        if delay_s:
+            logger.info("not ready any more; new requests are served for another %g s", delay_s)
+            await asyncio.sleep(delay_s)
+            timeout_s -= delay_s
         llm.start_draining()
         in_flight = llm.output_processor.num_unfinished
         logger.info("draining %d requests for at most %.0f s", in_flight, timeout_s)

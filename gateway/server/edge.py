@@ -48,6 +48,10 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     # aiohttp refuses an unknown `Expect` by itself: then `edge` has not seen the request.
     response.headers[REQUEST_ID_HEADER] = request.get(REQUEST_ID) or uuid.uuid4().hex
     response.headers["Server"] = SERVER_NAME
+    if request.app[STATE].is_leaving:
+        # A proxy that keeps the connection would send its next request into the end of it.
+        response.force_close()
+        response.headers["Connection"] = "close"
     if load_format := request.get(LOAD_FORMAT):
         state = request.app[STATE]
         response.headers[METRICS_HEADER] = state.orca.header(load_format, state.status())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from aiohttp import web
@@ -32,6 +32,7 @@ class ServerState:
     board: FrontEndBoard | None = None  # where the other front ends of the endpoint are seen
     max_body_bytes: int = 64 * 1024 * 1024
     body_timeout_s: float = 60.0  # for the whole body, from its headers on
+    is_leaving: bool = False  # the server will end: not ready, and no connection is kept for a next request
     num_in_flight: int = 0  # inference requests of this server
     busy_connections: set[asyncio.BaseProtocol] = field(default_factory=set)  # those with a request under way
     started_s: float = field(default_factory=time.monotonic)
@@ -51,6 +52,8 @@ class ServerState:
     def status(self) -> StatusSnapshot:
         """Of the endpoint: all its front ends together."""
         own = self._own_status()
+        if self.is_leaving:
+            own = replace(own, state="draining")
         if self.board is None:
             return own
         return whole_endpoint(own, self.board.others(), self.board.past(), time.monotonic())

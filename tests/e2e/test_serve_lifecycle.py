@@ -116,6 +116,21 @@ def test_second_signal_ends_the_drain_at_once(marked: MarkedRun, simulated: list
     assert marked.leftovers() == []
 
 
+def test_with_a_shutdown_delay_new_requests_are_served_while_the_server_is_not_ready_any_more(
+    marked: MarkedRun, simulated: list[str]
+) -> None:
+    serve = marked.start(*simulated, "--port", "0", "--shutdown-timeout", "10000", "--shutdown-delay", "9000")
+    url = marked.url
+    serve.terminate()
+    marked.until_log_has("new requests are served for another 9000 s")
+    assert requests.get(f"{url}/ready", timeout=END_TIMEOUT_S).status_code == 503
+    answer = complete(url)
+    assert (answer.status_code, answer.headers["Connection"]) == (200, "close")
+    serve.terminate()
+    assert serve.wait(END_TIMEOUT_S) == 128 + signal.SIGTERM
+    assert marked.leftovers() == []
+
+
 def test_drain_is_bounded_by_the_shutdown_timeout(marked: MarkedRun, simulated: list[str]) -> None:
     serve = marked.start(*simulated, "step_ms=1000", "--port", "0", "--shutdown-timeout", "0.5")
     begin_endless_request(marked.url)

@@ -12,19 +12,27 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import poll, port_range, serve, simulated, tiny_model
-from tests.system.proxies import PROXIES, Proxy, free_ports
+from tests.system.proxies import Proxy, running_proxy
 
 __all__ = ["poll", "port_range", "serve", "simulated", "tiny_model"]  # fixtures
 # Beside this Python, where wheels put programs; then where everybody looks; then where Debian has servers.
 SEARCH_PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
+FindProgram = Callable[[str], str | None]
+
+
 @pytest.fixture(scope="session")
-def program() -> Callable[[str], str]:
+def find_program() -> FindProgram:
+    return lambda name: shutil.which(name, path=SEARCH_PATH)
+
+
+@pytest.fixture(scope="session")
+def program(find_program: FindProgram) -> Callable[[str], str]:
     """Finds a program, or skips the test."""
 
     def find(name: str) -> str:
-        path = shutil.which(name, path=SEARCH_PATH)
+        path = find_program(name)
         if path is None:
             pytest.skip(f"{name} is not installed; `./scripts/test --system` installs it where it can")
         return path
@@ -38,13 +46,8 @@ def start_proxy(program: Callable[[str], str], tmp_path: Path) -> Iterator[Calla
     with ExitStack() as stack:
 
         def start(name: str, endpoint_ports: Sequence[int]) -> Proxy:
-            path = program(name)
-            directory = tmp_path / name
+            path, directory = program(name), tmp_path / name
             directory.mkdir()
-            proxy = PROXIES[name](directory, *free_ports(2))
-            proxy.configure(endpoint_ports)
-            proxy.start(path)
-            stack.callback(proxy.stop)
-            return proxy
+            return stack.enter_context(running_proxy(name, path, endpoint_ports, directory))
 
         yield start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import signal
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ class Proxy:
 
     program: ClassVar[str]
     config_file: ClassVar[str]
+    probes: ClassVar[bool] = True  # asks endpoints by itself whether they are ready
 
     @property
     def url(self) -> str:
@@ -90,6 +92,7 @@ class Proxy:
 class Nginx(Proxy):
     program = "nginx"
     config_file = "nginx.conf"
+    probes = False
 
     def replacements(self) -> dict[str, str]:
         kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
@@ -163,7 +166,18 @@ class Envoy(Proxy):
 
 
 PROXIES: dict[str, type[Proxy]] = {proxy.program: proxy for proxy in (Nginx, HAProxy, Envoy)}
-ACTIVE = ["haproxy", "envoy"]  # those that probe endpoints by themselves
+
+
+@contextlib.contextmanager
+def running_proxy(name: str, path: str, endpoint_ports: Sequence[int], directory: Path) -> Iterator[Proxy]:
+    """The program at `path` in front of four ports."""
+    proxy = PROXIES[name](directory, *free_ports(2))
+    proxy.configure(endpoint_ports)
+    proxy.start(path)
+    try:
+        yield proxy
+    finally:
+        proxy.stop()
 
 
 def free_ports(number: int) -> list[int]:

@@ -63,6 +63,8 @@ def why_not_ready(state: ServerState) -> str | None:
     engine = state.engine
     if engine is None:
         return "starting"
+    if state.is_leaving:
+        return "draining"
     if not can_serve(state):
         return "no rank can serve"
     status = engine.status()

@@ -12,6 +12,7 @@ import pytest
 from gateway.errors import EngineDeadError, OverloadedError
 from gateway.status import RankStatus, StatusSnapshot
 from gateway.version import __version__
+from tests.gateway.conftest import raw_post
 
 CHAT_BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello?"}]}
 
@@ -87,6 +88,27 @@ async def test_draining_and_full_servers_are_healthy_but_not_ready(serve: Any) -
     served.engine.start_draining()
     assert await probes(served) == (200, 503, 200)
     assert (await served.post("/v1/chat/completions", CHAT_BODY))[0] == 503
+
+
+async def test_a_server_that_will_end_says_so_and_serves_what_still_comes_without_keeping_connections(serve: Any) -> None:
+    served = await serve()
+    served.state.is_leaving = True
+    assert await probes(served) == (200, 503, 200)
+    assert json.loads((await served.get("/status"))[1])["state"] == "draining"
+    for body in (CHAT_BODY, CHAT_BODY | {"stream": True}):
+        reader, _ = await served.raw(raw_post("/v1/chat/completions", body))
+        answer = await reader.read()  # to the end of the connection, which the client has not asked for
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert b"\r\nConnection: close\r\n" in answer
+        assert b"Hello" in answer
+
+
+@pytest.mark.parametrize(("ready", "status"), [(True, 200), (False, 503)])
+async def test_probes_may_ask_for_headers_alone(serve: Any, ready: bool, status: int) -> None:
+    served = await serve(ready=ready)
+    for path in ("/health", "/ready"):
+        async with served.http.head(served.url + path) as response:
+            assert (response.status, await response.read()) == (status, b"")
 
 
 async def test_status_is_the_snapshots_document(serve: Any) -> None:
