@@ -24,6 +24,7 @@ from gateway.launch.launcher import Launcher, StartError
 from gateway.launch.open_files import raise_open_files_limit
 from gateway.launch.ranks import make_rank_launcher
 from gateway.launch.run_directory import RunDirectory, RunDirectoryError
+from gateway.launch.service_manager import tell_service_manager
 from gateway.models import with_absolute_paths
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,8 @@ async def _serve(config: GatewayConfig, listener: socket.socket, run_directory: 
 
     def announce() -> None:
         print(f"gateway ready: {url}  mode={launcher.mode}  ranks={len(config.parallel.ranks)}", file=stdout, flush=True)
+        if not is_child:  # the supervisor of several endpoints speaks for them
+            tell_service_manager("READY=1")
 
     return await live(launcher, announce, config.server.shutdown_timeout, ends_with_stdin=is_child)
 

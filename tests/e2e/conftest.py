@@ -189,9 +189,9 @@ def slow_simulated(simulated: list[str]) -> list[str]:
     return [*simulated, f"step_ms={SLOW_MS}", "--dev-mode"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def port_range() -> Callable[[int], int]:
-    """The first of so many consecutive ports that are free. Only for flags that cannot say 0."""
+    """The first of so many consecutive ports that are free. Only for flags that cannot say 0. Gives no port twice."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     candidates = iter(range(FIRST_PORT + worker * NUM_PORTS_PER_WORKER + random.randrange(NUM_PORTS_PER_WORKER // 2), 65536))
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -245,6 +247,52 @@ def test_supervisor_passes_on_ready_lines_reports_a_dead_endpoint_and_ends_all(
     serve.terminate()
     assert serve.wait(END_TIMEOUT_S) == 1, "somebody should look at what happened"
     poll_until(lambda: not marked.processes(), "no process is left")
+
+
+def test_an_endpoint_that_is_killed_comes_back_on_its_port_with_its_supervisor(
+    marked: MarkedRun, simulated: list[str], port_range: Callable[[int], int]
+) -> None:
+    first = port_range(3)
+    serve = marked.start(
+        *simulated, "-dp", "2", "--data-parallel-multi-port-external-lb", "--port", str(first),
+        "--data-parallel-rpc-port", str(first + 2),
+    )  # fmt: skip
+    urls = marked.urls(2)
+    by_rank = {ranks(url)[0]["rank"]: url for url in urls}
+    front_end = requests.get(f"{by_rank[1]}/status", timeout=END_TIMEOUT_S).json()["front_ends"][0]
+    endpoint = psutil.Process(front_end["pid"]).parent()
+    assert endpoint is not None
+    endpoint.kill()
+    marked.until_log_has("the endpoint of rank 1 starts again")
+    assert complete(by_rank[0]).status_code == 200
+
+    def is_back() -> bool:
+        try:
+            return complete(by_rank[1]).status_code == 200
+        except requests.ConnectionError:
+            return False
+
+    poll_until(is_back, "the endpoint answers on its port again")
+    serve.terminate()
+    assert serve.wait(END_TIMEOUT_S) == 0
+    assert marked.leftovers() == []
+
+
+def test_the_service_manager_is_told_once_all_is_ready(
+    marked: MarkedRun, simulated: list[str], port_range: Callable[[int], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(END_TIMEOUT_S)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        serve = marked.start(
+            *simulated, "-dp", "2", "--data-parallel-multi-port-external-lb", "--port", "0",
+            "--data-parallel-rpc-port", str(port_range(1)),
+        )  # fmt: skip
+        assert manager.recv(100) == b"READY=1"
+        assert len(marked.urls(2)) == 2
+        serve.terminate()
+        assert serve.wait(END_TIMEOUT_S) == 0
 
 
 def test_kill_9_of_the_supervisor_leaves_no_process(

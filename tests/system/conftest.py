@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from scripts.benchmarks.proxies import Proxy, find_program, running_proxy
 from tests.e2e.conftest import poll, port_range, serve, simulated, tiny_model
-from tests.system.proxies import Proxy, running_proxy
 
 __all__ = ["poll", "port_range", "serve", "simulated", "tiny_model"]  # fixtures
-# Beside this Python, where wheels put programs; then where everybody looks; then where Debian has servers.
-SEARCH_PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-
-
-FindProgram = Callable[[str], str | None]
 
 
 @pytest.fixture(scope="session")
-def find_program() -> FindProgram:
-    return lambda name: shutil.which(name, path=SEARCH_PATH)
-
-
-@pytest.fixture(scope="session")
-def program(find_program: FindProgram) -> Callable[[str], str]:
+def program() -> Callable[[str], str]:
     """Finds a program, or skips the test."""
 
     def find(name: str) -> str:

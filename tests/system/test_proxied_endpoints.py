@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import json
 import random
-import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, ExitStack
@@ -21,9 +20,8 @@ import aiohttp
 import pytest
 
 from cores.testing import make_tiny_model_dir
+from scripts.benchmarks.proxies import DEADLINE_S, PROXIES, Proxy, find_program, running_proxy
 from tests.e2e.conftest import Server
-from tests.system.conftest import FindProgram
-from tests.system.proxies import DEADLINE_S, PROXIES, Proxy, running_proxy
 
 pytestmark = pytest.mark.system
 
@@ -39,8 +37,8 @@ each_proxy = pytest.mark.parametrize("name", sorted(PROXIES))
 class Endpoints:
     """Four `gateway serve --data-parallel-external-lb`, each on a port of its own that it gets again."""
 
-    def __init__(self, model: str) -> None:
-        *self.ports, rpc_port = ports_for_restarts(NUM_RANKS + 1)
+    def __init__(self, model: str, first_port: int) -> None:
+        *self.ports, rpc_port = range(first_port, first_port + NUM_RANKS + 1)
         self._arguments = [
             model, "--engine", "simulated", "--data-parallel-backend", "mp", "--simulated", "step_ms=5",
             "-dp", str(NUM_RANKS), "--data-parallel-external-lb", "--data-parallel-rpc-port", str(rpc_port),
@@ -63,23 +61,10 @@ class Endpoints:
         return all(server.is_idle() for server in self.servers.values())
 
 
-def ports_for_restarts(number: int) -> list[int]:
-    """Not among those that the kernel gives to outgoing connections: one could have it while its server is restarted."""
-    first_ephemeral = 32768
-    with ExitStack() as stack:
-        found: list[int] = []
-        while len(found) < number:
-            port = random.SystemRandom().randrange(20_000, first_ephemeral)
-            with contextlib.suppress(OSError):
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
-                found.append(port)
-        return found
-
-
 @pytest.fixture(scope="module")
-def endpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoints]:
+def endpoints(tmp_path_factory: pytest.TempPathFactory, port_range: Callable[[int], int]) -> Iterator[Endpoints]:
     model = make_tiny_model_dir(tmp_path_factory.mktemp("models") / "tiny", max_model_len=1_000_000)
-    endpoints = Endpoints(str(model))
+    endpoints = Endpoints(str(model), port_range(NUM_RANKS + 1))
     try:
         asyncio.run(endpoints.start_all())
         yield endpoints
@@ -89,9 +74,7 @@ def endpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoints]:
 
 
 @pytest.fixture(scope="module")
-def proxies(
-    endpoints: Endpoints, find_program: FindProgram, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Proxy]]:
+def proxies(endpoints: Endpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Proxy]]:
     """Those that are installed."""
     with ExitStack() as stack:
         yield {

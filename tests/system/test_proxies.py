@@ -16,9 +16,9 @@ import pytest
 from gateway.errors import OverloadedError
 from gateway.status import RankStatus
 from gateway.testing import FakeRequest, says, waits
+from scripts.benchmarks.proxies import DEADLINE_S, PROXIES, Proxy
 from tests.gateway.conftest import Served
 from tests.gateway.conftest import serve as serve_fake
-from tests.system.proxies import DEADLINE_S, PROXIES, Proxy
 
 pytestmark = pytest.mark.system
 __all__ = ["serve_fake"]  # a fixture

@@ -1,13 +1,16 @@
-"""Real proxies with the configurations that we ship. A test changes nothing in them but addresses and paths."""
+"""Real proxies with the configurations that we ship, for tests and benchmarks. Nothing is changed but addresses and paths."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
 import json
+import os
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -19,6 +22,12 @@ from typing import ClassVar
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SHIPPED_PORTS = (8000, 8001, 8002, 8003)
 DEADLINE_S = 60.0
+# Beside this Python, where wheels put programs; then where everybody looks; then where Debian has servers.
+SEARCH_PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+
+
+def find_program(name: str) -> str | None:
+    return shutil.which(name, path=SEARCH_PATH)
 
 
 @dataclass
@@ -43,7 +52,7 @@ class Proxy:
         return self.directory / self.config_file
 
     def replacements(self) -> dict[str, str]:
-        """What stands in the shipped file, and what stands there in a test."""
+        """What stands in the shipped file, and what stands there here instead."""
         raise NotImplementedError
 
     def arguments(self) -> list[str]:
