@@ -99,7 +99,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="of each set-up, which take turns (default: 3)")
     parser.add_argument("--requests", type=int, default=400, metavar="N", help="per run (default: 400)")
-    parser.add_argument("--rate", type=float, default=9.0, metavar="R", help="requests per second (default: 9)")
+    parser.add_argument("--rate", type=float, default=10.0, metavar="R", help="requests per second (default: 10)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     options = parser.parse_args()
     names = [INSIDE, *(name for name in PROXIES if find_program(name))]
