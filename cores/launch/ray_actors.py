@@ -54,7 +54,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 JOIN_TIMEOUT_S = 30.0
-PLACE_TIMEOUT_S = 60.0  # a new worker process takes 1-2 s; the rest is for resources that are about to become free
+PLACE_TIMEOUT_S = (
+    120.0  # a new worker process takes 1-2 s; the rest is for busy nodes, and resources that are about to become free
+)
 ASK_TIMEOUT_S = 30.0  # Ray answers in milliseconds, on a machine that has some to spare
 END_TIMEOUT_S = 10.0
 GONE_TIMEOUT_S = 5.0
@@ -250,7 +252,7 @@ class RayActorLauncher:
 
     async def _find_place(self, life: RankId, num_gpus: int) -> Place:
         """A node, booked for that life, and how many ranks share it. Waits until there is one, bounded."""
-        timeout_s = self._place_timeout_s if life.epoch == 1 else self._return_timeout_s
+        timeout_s = self._timeout_s(life)
         deadline_s, said_s = time.monotonic() + timeout_s, float("-inf")
         while True:
             nodes = await in_thread(self._nodes, ASK_TIMEOUT_S, "asking Ray for its nodes")
@@ -269,6 +271,9 @@ class RayActorLauncher:
                 logger.warning("%s waits for a node that has room, at most %g s\n%s", life, timeout_s, table)
             await asyncio.sleep(LOOK_FOR_PLACE_S)
 
+    def _timeout_s(self, life: RankId) -> float:
+        return self._place_timeout_s if life.epoch == 1 else self._return_timeout_s
+
     def _nodes(self) -> list[Node]:
         """Those on which ranks may be, as far as Ray says."""
         free: dict[str, dict[str, float]] = available_resources_per_node()  # type: ignore[no-untyped-call]
@@ -283,7 +288,7 @@ class RayActorLauncher:
         return [node for node, is_there in zip(nodes, heard, strict=True) if is_there]
 
     async def _start_on(self, place: Place, launch: EngineLaunch, num_gpus: int, on_end: Callable[[], None]) -> RayRank:
-        node, is_here = place.node, place.node.node_id == self._node_id
+        life, node, is_here = RankId(launch.rank, launch.epoch), place.node, place.node.node_id == self._node_id
         machine = self._machine if is_here else Machine(max(1, int(node.num_cpus)), int(node.num_gpus))
         num_threads = threads_per_rank(machine, place.num_sharing, os.environ)
         launch = dataclasses.replace(launch, node=node.name, num_threads=num_threads)
@@ -291,14 +296,14 @@ class RayActorLauncher:
         async with contextlib.AsyncExitStack() as undo:
             log = None
             if launch.transport.host is None:
-                log = await LogPipe.open(self._run_directory, RankId(launch.rank, launch.epoch))
+                log = await LogPipe.open(self._run_directory, life)
                 undo.callback(log.close)
-            name = f"{self._run_id}-rank-{launch.rank}-{launch.epoch}"
+            name = f"{self._run_id}-rank-{life.rank}-{life.epoch}"
             pipe = None if log is None else str(log.path)
             options = self._options(name, node, num_gpus, variables)
             actor = await in_thread(lambda: _make_actor(options, pipe), ASK_TIMEOUT_S, "making an actor")
             undo.push_async_callback(_kill_actor, actor)
-            pid = await self._await_process(actor, launch.rank, node, num_gpus)
+            pid = await self._await_process(actor, life, node, num_gpus)
             if log is not None:
                 log.path.unlink()
             undo.pop_all()
@@ -319,17 +324,16 @@ class RayActorLauncher:
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node.node_id, soft=False),
         }
 
-    async def _await_process(self, actor: Any, rank: int, node: Node, num_gpus: int) -> int:
+    async def _await_process(self, actor: Any, life: RankId, node: Node, num_gpus: int) -> int:
         """Its process id. An actor that nothing has room for waits for ever: hence the bound."""
+        rank, timeout_s = life.rank, self._timeout_s(life)
         try:
             future = asyncio.wrap_future(actor.pid.remote().future())
-            return int(await asyncio.wait_for(future, self._place_timeout_s))
+            return int(await asyncio.wait_for(future, timeout_s))
         except TimeoutError:
             nodes = await in_thread(self._nodes, ASK_TIMEOUT_S, "asking Ray for its nodes")
             table = placement_table(nodes, await self._answering(nodes), self._places.ranks_on, num_gpus=num_gpus)
-            raise LaunchError(
-                f"Ray has not placed rank {rank} on node {node.name} within {self._place_timeout_s:g} s\n{table}"
-            ) from None
+            raise LaunchError(f"Ray has not placed rank {rank} on node {node.name} within {timeout_s:g} s\n{table}") from None
         except RayError as error:
             where = f"rank {rank} on node {node.name}"
             raise LaunchError(f"Ray cannot start a process for {where}: {_summary(str(error))}") from error

@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -15,7 +17,8 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from cores.messages import RankId
+from cores.codec import decode, encode
+from cores.messages import EngineAlive, RankId, Shutdown
 
 Serve = Callable[..., Any]
 Poll = Callable[..., Any]
@@ -98,3 +101,21 @@ def is_let_in(ip: str, port: int) -> bool:
                 stranger.disable_monitor()
                 return bool(event == zmq.EVENT_HANDSHAKE_SUCCEEDED)
     raise AssertionError("neither let in nor turned away")
+
+
+def test_a_life_that_was_declared_dead_is_told_to_end_when_it_speaks(serve: Serve, simulated: list[str]) -> None:
+    """As a rank is whose node was cut off for a while. It knows the key; only its epoch gives it away."""
+    with tempfile.TemporaryDirectory(prefix="gw-", dir="/tmp") as directory:
+        server = serve(*simulated, env={"TMPDIR": directory})
+        (control,) = Path(directory).glob("gateway-*/control")
+        old, now = RankId(0, 0), RankId(0, server.rank(0)["epoch"])
+        with zmq.Context() as context, context.socket(zmq.DEALER) as rank:
+            rank.setsockopt(zmq.LINGER, 0)
+            rank.setsockopt(zmq.IDENTITY, old.identity)
+            rank.connect(f"ipc://{control}")
+            rank.send(encode(EngineAlive(now)))  # in another's name: dropped
+            rank.send(encode(EngineAlive(old)))
+            assert rank.poll(60_000)
+            assert decode(rank.recv()) == Shutdown(0.0)
+        assert server.rank(0)["state"] == "ready"
+        server.stop()

@@ -12,11 +12,13 @@ from typing import Any
 import psutil
 import pytest
 
+from cores.config import Transport
+from cores.curve import GroupKey
 from cores.launch.interface import LaunchError, RankLauncher
 from cores.launch.rank_environment import Machine
 from cores.launch.ray_cluster import EmbeddedRayCluster, use_own_token
-from cores.messages import EngineReady
-from tests.integration.rank_launcher_contract import RankLauncherContract, Workplace
+from cores.messages import EngineCoreDead, EngineReady, RankLog
+from tests.integration.rank_launcher_contract import DEADLINE_S, RankLauncherContract, Workplace, poll_until
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +106,30 @@ async def test_cluster_that_cannot_be_joined_is_refused_at_once(run_directory: P
     with pytest.raises(LaunchError, match=message):
         await launcher.open()
     await launcher.close()
+
+
+async def test_rank_over_tcp_sends_its_log_and_shows_its_key_to_nobody(
+    run_directory: Path, cluster_address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = GroupKey.make().secret.decode()
+    launcher = make_launcher(run_directory, cluster_address, spreads=True)
+    await launcher.open()
+    place = Workplace(run_directory, Transport(host=launcher.host, curve_secret=secret))
+    launch = dataclasses.replace(place.launch(3, fault="raise_at_step=0"), log_level="debug")
+    handle = await launcher.start(launch)
+    process = psutil.Process(handle.pid)
+    seen = [*process.cmdline(), *process.environ().values()]
+    assert "simulated fault at step 0" in (await place.until(EngineCoreDead, 3)).cause
+    assert "code 1" in (await asyncio.wait_for(handle.wait(), DEADLINE_S)).cause
+    await poll_until(lambda: "simulated fault" in "".join(lines_of(place, 3)), "its log")
+    log = capsys.readouterr().err
+    assert "[rank 3]" in log
+    assert secret not in log
+    assert not any(secret in text for text in seen)
+    await launcher.close()
+    place.close()
+
+
+def lines_of(place: Workplace, rank: int) -> list[str]:
+    logs = [message for message in place.received if isinstance(message, RankLog) and message.rank_id.rank == rank]
+    return [line for log in logs for line in log.lines]

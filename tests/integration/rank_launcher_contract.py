@@ -15,9 +15,11 @@ import pytest
 import zmq
 
 from cores.codec import Message
-from cores.config import EngineConfig, EngineLaunch, FrontEndAddress, SimulatedConfig
+from cores.config import UNIX_SOCKETS, EngineConfig, EngineLaunch, FrontEndAddress, SimulatedConfig, Transport
+from cores.curve import GroupKey
 from cores.launch.interface import RankLauncher
-from cores.messages import EngineCoreDead, EngineReady, RankId, Shutdown
+from cores.launch.rank_log import show
+from cores.messages import EngineCoreDead, EngineReady, RankId, RankLog, Shutdown
 from cores.testing import make_tiny_model_dir
 from gateway.launch.control import ControlSocket
 
@@ -29,11 +31,12 @@ DEADLINE_S = 60.0
 class Workplace:
     """A run directory with the launcher's control socket and a front end's two sockets, which nobody reads."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, transport: Transport = UNIX_SOCKETS) -> None:
         self.directory = directory
         self.received: list[Message] = []
-        self.control = ControlSocket(lambda identity, message: self.received.append(message))
-        self.control.start(f"ipc://{directory}/control")
+        self._transport = transport
+        self.control = ControlSocket(self._on_message)
+        self.control.start(transport.address(str(directory), "control"), GroupKey.of(transport))
         self.front_end = FrontEndAddress(
             index=0, input_address=f"ipc://{directory}/in", output_address=f"ipc://{directory}/out"
         )
@@ -43,6 +46,11 @@ class Workplace:
         self._sockets[1].bind(self.front_end.output_address)
         self.model = make_tiny_model_dir(directory / "model")
 
+    def _on_message(self, identity: bytes, message: Message) -> None:
+        if isinstance(message, RankLog):
+            show(message)
+        self.received.append(message)
+
     def launch(self, rank: int = 0, *, fault: str = "", epoch: int = 1) -> EngineLaunch:
         return EngineLaunch(
             rank=rank,
@@ -51,6 +59,7 @@ class Workplace:
             config=EngineConfig(model=str(self.model), engine="simulated", simulated=SimulatedConfig(fault=fault)),
             control_address=self.control.address,
             front_ends=(self.front_end,),
+            transport=self._transport,
         )
 
     async def until(self, kind: type[M], rank: int = 0) -> M:
