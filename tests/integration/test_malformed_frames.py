@@ -12,11 +12,10 @@ import zmq
 import zmq.asyncio
 
 from cores.codec import encode
-from cores.config import SimulatedConfig
+from cores.config import UNIX_SOCKETS, SimulatedConfig
 from cores.messages import FrontEndFailed
 from cores.testing import make_request
 from gateway.launch.control import ControlSocket
-from gateway.loop_socket import ipc_address
 from tests.cores.malformed_frames import malformed_frames
 from tests.cores.test_codec import SAMPLES
 from tests.integration.engine_core_harness import EngineHarness
@@ -62,7 +61,7 @@ async def test_a_front_end_counts_them_on_both_of_its_sockets_and_serves_the_nex
             before = llm.core_client.num_malformed_frames
             with context.socket(kind) as stranger:
                 stranger.setsockopt(zmq.LINGER, -1)
-                stranger.connect(ipc_address(place.run_directory, f"fe{place.index}-{name}"))
+                stranger.connect(UNIX_SOCKETS.address(place.run_directory, f"fe{place.index}-{name}"))
                 for frame in frames(2):
                     stranger.send(frame)
                 await until(
@@ -75,8 +74,8 @@ async def test_a_front_end_counts_them_on_both_of_its_sockets_and_serves_the_nex
 
 async def test_the_launchers_control_socket_counts_them_and_hears_what_comes_after(directory: Path) -> None:
     heard = []
-    control = ControlSocket(f"ipc://{directory}/control", lambda _, message: heard.append(message))
-    control.start()
+    control = ControlSocket(lambda _, message: heard.append(message))
+    control.start(f"ipc://{directory}/control")
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.setsockopt(zmq.IDENTITY, b"front-end-0")
         peer.setsockopt(zmq.LINGER, -1)
