@@ -47,10 +47,10 @@ class Bench:
         self._ledger = LoadLedger(self._index)
         self._balancer = LoadBalancer(make_policy(policy, random.Random(seed)), self._ledger)
         self._ranks = [RankId(rank, 1) for rank in range(num_ranks)]
-        self._command_seqs = dict.fromkeys(self._ranks, 0)
+        self._seqs = [0] * num_ranks  # of the last commands
         self._event_seqs = dict.fromkeys(self._ranks, 1)
         self._in_flight: deque[tuple[int, RankId, RoutingRequest]] = deque()
-        self._ended: list[tuple[int, RankId, RoutingRequest]] = []  # since the last batch
+        self._ended: list[tuple[int, RankId, RoutingRequest]] = []  # in the last batch
         self._handle = 0
         self._num_to_keep = NUM_IN_FLIGHT_PER_RANK * num_ranks
         for rank_id in self._ranks:
@@ -79,30 +79,31 @@ class Bench:
             requests = [self._make_request(self._handle + i) for i in range(BATCH)]
             for _ in range(BATCH):
                 self._report(self._rng.choice(self._ranks))
-            if self._index is not None and len(self._in_flight) == self._num_to_keep:
-                self._tell_caches(self._index, list(self._in_flight)[:BATCH])
+            ending = list(self._in_flight)[:BATCH] if len(self._in_flight) == self._num_to_keep else []
+            if self._index is not None:
+                self._tell_caches(self._index, ending)
             started_ns = time.thread_time_ns()
-            for request in requests:
-                self._decide(request)
+            self._decide(requests, len(ending))
             self.decision_ns += time.thread_time_ns() - started_ns
+            self._ended = ending
 
-    def _decide(self, request: RoutingRequest) -> None:
-        self._handle += 1
-        ledger, handle = self._ledger, self._handle
-        rank_id = self._balancer.choose(request, self._ranks, handle * 1e-3).rank_id
-        ledger.book(handle, rank_id, *request.new_on(rank_id))
-        self._command_seqs[rank_id] = seq = self._command_seqs[rank_id] + 1
-        ledger.on_sent(handle, seq)
-        self._in_flight.append((handle, rank_id, request))
-        if len(self._in_flight) > self._num_to_keep:
-            ended = self._in_flight.popleft()
-            ledger.release(ended[0])
-            self._ended.append(ended)
+    def _decide(self, requests: Sequence[RoutingRequest], num_ending: int) -> None:
+        """As many end as begin, but at the very start."""
+        ledger, choose, ranks, seqs, in_flight = self._ledger, self._balancer.choose, self._ranks, self._seqs, self._in_flight
+        for handle, request in enumerate(requests, self._handle + 1):
+            rank_id = choose(request, ranks, handle * 1e-3).rank_id
+            ledger.book(handle, rank_id, *request.new_on(rank_id))
+            seqs[rank_id.rank] += 1
+            ledger.on_sent(handle, seqs[rank_id.rank])
+            in_flight.append((handle, rank_id, request))
+            if num_ending:
+                ledger.release(in_flight.popleft()[0])
+        self._handle += len(requests)
 
     def _report(self, rank_id: RankId) -> None:
         held = len(self._ledger.handles_on(rank_id))
         load = RankLoad(num_running=held, num_decodes=held, num_prefill_tokens=self._rng.randrange(1000), num_kv_blocks=1000)
-        self._ledger.on_report(rank_id, self._handle, self._command_seqs[rank_id], load, self._handle * 1e-3)
+        self._ledger.on_report(rank_id, self._handle, self._seqs[rank_id.rank], load, self._handle * 1e-3)
 
     def _tell_caches(self, index: PrefixIndex, ending: Sequence[tuple[int, RankId, RoutingRequest]]) -> None:
         """Requests that are about to end have stored their blocks; what ended ones left is evicted, so that the index stays as
@@ -111,7 +112,6 @@ class Bench:
         evicted = [
             (rank_id, array("Q"), array("Q", request.block_keys[NUM_KEYS // 2 :])) for _, rank_id, request in self._ended
         ]
-        self._ended.clear()
         started_ns = time.thread_time_ns()
         for rank_id, new, gone in (*stored, *evicted):
             index.on_events(CacheEvents(rank_id, self._event_seqs[rank_id], False, new, gone))

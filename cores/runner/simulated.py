@@ -6,6 +6,8 @@ Rules
   or in a batch, in one piece or after a preemption, here or continued on another rank. Greedy requests have the seed 0.
 * Only ids whose text is printable ASCII are chosen: never a special token, never EOS. A request ends by its length, by a
   stop string or by one of its own `stop_token_ids`; `ignore_eos` makes no difference.
+* A step takes what the formula says, counted from the end of the one before if it goes on with the same sequences: what the
+  engine core itself does is in that time. Else a busy machine would make every step of the modelled one longer.
 * Needs MODEL's config.json and tokenizer.json, no weights; so any `--max-model-len` goes.
 * With `--runner pooling`, or the directory of an embedding model, a prompt becomes a unit vector that the same hash seeds.
 * Any directory is an adapter. Which one it is depends on its path, and on its adapter_config.json if it has one.
@@ -35,6 +37,7 @@ from cores.runner.model_dir import read_model_dir
 from cores.runner.pooling_kind import PoolingKind, read_pooling_kind
 
 NUM_KV_TOKENS_PER_SEQ = 4096
+MAX_OWN_SHARE = 0.25  # of a step, for what the engine core itself does: a core that is slower than that shows
 
 
 class SimulatedFaultError(RuntimeError):
@@ -42,14 +45,22 @@ class SimulatedFaultError(RuntimeError):
 
 
 class SimulatedModelRunner:
-    """`sleep` takes the seconds that a step costs: `time.sleep`, which lets other threads run, or a test's own."""
+    """`sleep` takes the seconds that a step still has to last: `time.sleep`, which lets other threads run, or a test's own."""
 
-    def __init__(self, config: EngineConfig, rank_id: RankId, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank_id: RankId,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Raises `ConfigError` for a fault script outside its grammar."""
         self._config = config
         self._cost = config.simulated
         self._rank_id = rank_id
         self._sleep = sleep
+        self._clock = clock
+        self._end_s = -math.inf  # of the last step
         self._faults = FaultScript.parse(config.simulated.fault, rank_id)
         self._step = 0
         self._choices: list[int] = []  # token ids to choose from
@@ -79,6 +90,7 @@ class SimulatedModelRunner:
 
     def execute(self, batch: SchedulerOutput) -> ModelRunnerOutput:
         assert len(self._awake) == 2, f"a step with only {self._awake} awake"
+        begin_s = self._clock()
         self._step += 1
         self._suffer(self._faults.steps.get(self._step))
         sampling = [scheduled.request for scheduled in batch.scheduled if scheduled.samples]
@@ -90,8 +102,14 @@ class SimulatedModelRunner:
                 output.vectors[i] = self._vector(request)
         if self._faults.failing_tokens:
             output.errors = self._failures(sampling)
-        self._sleep(step_cost_s(self._cost, batch))
+        self._wait_for_end(begin_s, step_cost_s(self._cost, batch), goes_on=batch.num_decodes > 0)
         return output
+
+    def _wait_for_end(self, begin_s: float, cost_s: float, *, goes_on: bool) -> None:
+        if goes_on and 0.0 <= begin_s - self._end_s <= MAX_OWN_SHARE * cost_s:
+            begin_s = self._end_s
+        self._end_s = begin_s + cost_s
+        self._sleep(max(0.0, self._end_s - self._clock()))
 
     def load_lora(self, path: str) -> str:
         directory = Path(path)

@@ -37,7 +37,7 @@ class Engine:
             **{"enable_lora": True, "block_size": 4, "num_kv_blocks": 64} | settings,
         )
         rank_id, clock = RankId(rank, 1), ManualClock()
-        runner = SimulatedModelRunner(config, rank_id, sleep=clock.sleep)
+        runner = SimulatedModelRunner(config, rank_id, sleep=clock.sleep, clock=clock)
         self.core = EngineCore(rank_id, config, runner.load(), runner, clock)
 
     def call(self, method: str, *args: Any) -> Any:

@@ -34,7 +34,7 @@ def make_core(model: Path, clock: ManualClock, policy: Policy = "fcfs", num_kv_b
         num_kv_blocks=num_kv_blocks, block_size=BLOCK_SIZE, max_num_seqs=32, max_num_batched_tokens=256,
         scheduling_policy=policy,
     )  # fmt: skip
-    runner = SimulatedModelRunner(config, RankId(0, 1), sleep=clock.sleep)
+    runner = SimulatedModelRunner(config, RankId(0, 1), sleep=clock.sleep, clock=clock)
     return EngineCore(RankId(0, 1), config, runner.load(), runner, clock)
 
 

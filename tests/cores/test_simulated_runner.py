@@ -65,7 +65,7 @@ def test_a_step_costs_what_the_formula_says() -> None:
 def test_the_engine_measures_the_cost_that_was_slept(tiny_model: Path) -> None:
     clock = ManualClock()
     config = make_config(tiny_model)
-    runner = SimulatedModelRunner(config, RANK, clock.sleep)
+    runner = SimulatedModelRunner(config, RANK, clock.sleep, clock)
     core = EngineCore(RANK, config, runner.load(), runner, clock)
     core.add_request(0, make_request(1, prompt=100, max_tokens=3))
     core.step()
@@ -76,6 +76,36 @@ def test_the_engine_measures_the_cost_that_was_slept(tiny_model: Path) -> None:
     core.add_request(0, make_request(2, prompt=1000, max_tokens=3))
     core.step()
     assert core.load().prefill_tokens_per_s == pytest.approx(1 / 20e-6, rel=0.02)
+
+
+@pytest.mark.parametrize(("own_s", "period_s"), [(0.0, 5.02e-3), (1e-3, 5.02e-3), (4e-3, 9.02e-3)])
+def test_what_the_engine_does_itself_is_in_a_steps_time_unless_it_is_too_much(
+    tiny_model: Path, own_s: float, period_s: float
+) -> None:
+    clock = ManualClock()
+    config = make_config(tiny_model)
+    runner = SimulatedModelRunner(config, RANK, clock.sleep, clock)
+    core = EngineCore(RANK, config, runner.load(), runner, clock)
+    core.add_request(0, make_request(1, prompt=1, max_tokens=30))
+    core.step()
+    begin_s = clock()
+    for _ in range(10):
+        clock.sleep(own_s)
+        core.step()
+    assert (clock() - begin_s) / 10 == pytest.approx(period_s)
+
+
+def test_idle_time_makes_no_step_shorter(tiny_model: Path) -> None:
+    clock = ManualClock()
+    config = make_config(tiny_model)
+    runner = SimulatedModelRunner(config, RANK, clock.sleep, clock)
+    core = EngineCore(RANK, config, runner.load(), runner, clock)
+    for handle in (1, 2):
+        core.add_request(0, make_request(handle, prompt=1, max_tokens=1))
+        begin_s = clock()
+        core.step()
+        assert clock() - begin_s == pytest.approx(5.04e-3)
+        clock.sleep(1e-3)
 
 
 # --- the model directory ----------------------------------------------------------------------------------------------
@@ -213,7 +243,7 @@ def test_a_scripted_request_error_hits_its_token_also_of_a_continued_request(tin
 def test_speed_can_be_changed_while_it_runs(tiny_model: Path) -> None:
     naps: list[float] = []
     config = make_config(tiny_model)
-    runner = SimulatedModelRunner(config, RANK, sleep=naps.append)
+    runner = SimulatedModelRunner(config, RANK, sleep=naps.append, clock=ManualClock())
     core = EngineCore(RANK, config, runner.load(), runner, ManualClock())
     core.add_request(0, make_request(1, max_tokens=9))
     for step_ms in (config.simulated.step_ms, 700.0, 0.0):
