@@ -111,6 +111,18 @@ def read_config(line: str) -> tuple[str, GroupKey | None]:
         raise ValueError(str(error)) from error
 
 
+def read_log_settings(line: str) -> dict[str, str]:
+    """Of the same line, whatever else is wrong with it."""
+    try:
+        config = json.loads(line)
+    except ValueError:
+        return {}
+    if not isinstance(config, dict):
+        return {}
+    names = {"log_level": "level", "log_format": "log_format"}
+    return {parameter: str(config[name]) for name, parameter in names.items() if name in config}
+
+
 def check_address(address: str, *, has_key: bool) -> None:
     """Raises `ValueError` for an address where strangers could speak to us: without keys, nothing proves who sent a frame."""
     url = urlsplit(address)
@@ -135,11 +147,12 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], address: str, key: GroupKey | 
 
 
 def main() -> int:
-    set_up_logging()
+    line = sys.stdin.readline()
+    set_up_logging(**read_log_settings(line))
     # Ctrl-C goes to the whole process group; the parent drains first and then closes our stdin.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        address, key = read_config(sys.stdin.readline())
+        address, key = read_config(line)
     except ValueError as error:
         print(f"coordinator: bad configuration: {error}", file=sys.stderr)
         return 1

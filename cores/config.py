@@ -229,3 +229,4 @@ class EngineLaunch:
     log_level: str = "info"
     transport: Transport = UNIX_SOCKETS
     node: str = ""  # what it is called in `/status`; empty: by its host name
+    log_format: str = "text"

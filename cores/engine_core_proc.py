@@ -13,6 +13,7 @@ touches no signal handlers and works in any thread (a Ray actor's); `main` adds 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -50,6 +51,15 @@ def make_runner(launch: EngineLaunch) -> ModelRunner:
     from cores.runner.torch_runner import make_torch_runner
 
     return make_torch_runner(launch.config, launch.num_threads)
+
+
+def watched_loading(launch: EngineLaunch, report: Callable[[float], None]) -> contextlib.AbstractContextManager[None]:
+    """Tells how much of the weights is loaded inside. The simulated engine has none."""
+    if launch.config.engine == "simulated":
+        return contextlib.nullcontext()
+    from cores.runner.load_progress import watched_loading
+
+    return watched_loading(report)
 
 
 def run_engine_core(launch: EngineLaunch) -> int:
@@ -96,7 +106,9 @@ class EngineCoreProc:
         launch = self._launch
         control.send(encode(EngineStarting(self._rank_id, os.getpid(), f"loading {launch.config.model}")), zmq.NOBLOCK)
         runner = make_runner(launch)
-        core = EngineCore(self._rank_id, launch.config, runner.load(), runner, self._clock)
+        with watched_loading(launch, lambda progress: self._tell_progress(control, progress)):
+            info = runner.load()
+        core = EngineCore(self._rank_id, launch.config, info, runner, self._clock)
         core.loras.load_modules(launch.config.lora_modules)
         loop = EngineLoop(core, self._inbox, self._outbox, self._clock)
         self.is_loading = False
@@ -105,6 +117,9 @@ class EngineCoreProc:
             loop.run()
         finally:
             core.shutdown()
+
+    def _tell_progress(self, control: Socket, progress: float) -> None:
+        control.send(encode(EngineStarting(self._rank_id, os.getpid(), "loading weights", progress)), zmq.NOBLOCK)
 
     def _start_threads(self, control: Socket, core: EngineCore, loop: EngineLoop) -> None:
         front_ends, ready = self._launch.front_ends, self._make_ready(core)
@@ -162,7 +177,7 @@ class EngineCoreProc:
 def main() -> int:
     """Reads its `EngineLaunch` from stdin. Ends at once at the end of file there: then the launcher is dead."""
     launch = from_plain(EngineLaunch, read_task())
-    set_up_logging(launch.log_level)
+    set_up_logging(launch.log_level, launch.log_format)
     end_with_parent()
     proc = EngineCoreProc(launch)
 

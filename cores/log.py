@@ -1,9 +1,22 @@
-"""Logging of every process of the gateway: to stderr, one format. Called once by each program's main function."""
+"""Logging of every process of the gateway: to stderr, one format, text or JSON. Called once by each program's main function.
+
+What children write goes through their parent, which puts their name to each line (`under_name`). A child that logs JSON writes
+objects, and its name becomes the field `process`; whatever else a library prints, a JSON log makes an object of it.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+import time
+from datetime import UTC, datetime
+from typing import Literal
+
+LogFormat = Literal["text", "json"]
+
+_FIELDS = ("request_id", "rank")  # that a line may carry as `extra`
+_OURS, _NAMED = '{"time": "', '{"process": "'  # what lines of our JSON begin with, before and after they were named
 
 
 def is_worth_a_line(count: int) -> bool:
@@ -11,7 +24,27 @@ def is_worth_a_line(count: int) -> bool:
     return count & (count - 1) == 0
 
 
-def set_up_logging(level: str = "info") -> None:
+class JsonFormatter(logging.Formatter):
+    """An object on one line: time (UTC), level, logger, message, and traceback, request_id or rank where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": _time(record.created),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        fields |= {name: record.__dict__[name] for name in _FIELDS if name in record.__dict__}
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str, ensure_ascii=False)
+
+
+def _time(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def set_up_logging(level: str = "info", log_format: str = "text") -> None:
     logging.basicConfig(
         stream=sys.stderr,
         level=level.upper(),
@@ -19,5 +52,34 @@ def set_up_logging(level: str = "info") -> None:
         datefmt="%H:%M:%S",
         force=True,
     )
+    if log_format == "json":
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonFormatter())
     for chatty in ("asyncio", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+def logs_json() -> bool:
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+
+
+def under_name(name: str, line: str) -> str:
+    """A line of a child's output as a line of our log."""
+    if line.startswith(_NAMED):  # of a child of the child
+        return f'{{"process": {json.dumps(name)[:-1]}, {line.removeprefix(_NAMED)}'
+    if line.startswith(_OURS):
+        return f'{{"process": {json.dumps(name)}, {line[1:]}'
+    if logs_json():
+        fields = {"process": name, "time": _time(time.time()), "level": "INFO", "logger": "output", "message": line}
+        return json.dumps(fields, ensure_ascii=False)
+    return f"[{name}] {line}"
+
+
+def message_of(line: str) -> str:
+    """What a line says, without the JSON around it."""
+    if line.startswith((_OURS, _NAMED)):
+        try:
+            return str(json.loads(line)["message"])
+        except (ValueError, KeyError):
+            pass
+    return line

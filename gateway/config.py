@@ -214,6 +214,7 @@ class GatewayConfig:
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     output_chunk_size: int = opt(128, "outputs handled before the loop gets a turn; also GATEWAY_OUTPUT_PROC_CHUNK_SIZE", min=1)
     log_level: Literal["debug", "info", "warning", "error"] = opt("info", "of the log on stderr")
+    log_format: Literal["text", "json"] = opt("text", "of the log on stderr: json is an object on each line")
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -211,7 +211,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group; the launcher decides
     orders = read_task()
     end_with_parent()
-    set_up_logging(orders["log_level"])
+    set_up_logging(orders["log_level"], orders["log_format"])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # batches of one need no pool of a thread per core
     return uvloop.run(run_front_end(orders))
 

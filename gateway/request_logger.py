@@ -32,11 +32,17 @@ class RequestLogger(StatLogger):
         shown = "".join(f", {name} {value}" for name, value in extras.items() if value is not None)
         logger.info(
             "request %s: %d prompt tokens%s, %s", request.request_id, len(request.prompt_token_ids), shown,
-            describe(request.sampling_params),
+            describe(request.sampling_params), extra={"request_id": request.request_id},
         )  # fmt: skip
         if logger.isEnabledFor(logging.DEBUG):
             text, token_ids = self._cut(prompt_text), self._cut(request.prompt_token_ids)
-            logger.debug("request %s: prompt %s, token ids %s", request.request_id, text, token_ids)
+            logger.debug(
+                "request %s: prompt %s, token ids %s",
+                request.request_id,
+                text,
+                token_ids,
+                extra={"request_id": request.request_id},
+            )
 
     def on_finished(self, request: FinishedRequest) -> None:
         first_s = request.first_token_s
@@ -44,7 +50,7 @@ class RequestLogger(StatLogger):
         last_s = "" if request.last_token_s is None else f", last after {request.last_token_s - request.arrival_s:.3f} s"
         logger.info(
             "request %s: ended by %s on rank %s with %d tokens, %s%s", request.internal_id, request.finish_reason, request.rank,
-            request.num_generation_tokens, ttft, last_s,
+            request.num_generation_tokens, ttft, last_s, extra={"request_id": request.internal_id, "rank": request.rank},
         )  # fmt: skip
 
     def _cut(self, prompt: str | Sequence[int] | None) -> str:

@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from cores.log import message_of, under_name
+
 NUM_LAST_LINES = 20
 MAX_LINE_BYTES = 64 * 1024
 KILL_TIMEOUT_S = 10.0  # a killed process that is still there after this sits in the kernel; nobody can do more
@@ -155,14 +157,14 @@ async def forward_lines(reader: asyncio.StreamReader, name: str, last_lines: deq
 
 def _forward_lines(lines: list[bytes], name: str, last_lines: deque[str]) -> None:
     texts = [line.decode(errors="backslashreplace") for line in lines]
-    last_lines.extend(texts)
+    last_lines.extend(map(message_of, texts))
     write_lines(texts, name)
 
 
 def write_lines(texts: Iterable[str], name: str) -> None:
     """To our stderr, each under that name."""
     with contextlib.suppress(OSError):  # nobody reads our log any more: that must not hold up a child that writes to it
-        sys.stderr.write("".join(f"[{name}] {text}\n" for text in texts))
+        sys.stderr.write("".join(under_name(name, text) + "\n" for text in texts))
         sys.stderr.flush()
 
 

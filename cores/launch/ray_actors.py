@@ -87,7 +87,7 @@ class EngineCoreActor:
         orders = from_plain(EngineLaunch, dict(launch))
         relay = None if orders.transport.host is None else LogRelay(orders)
         try:
-            set_up_logging(orders.log_level)
+            set_up_logging(orders.log_level, orders.log_format)
             return run_engine_core(orders)
         finally:
             if relay is not None:

@@ -30,7 +30,7 @@ def main() -> int:
     config = from_plain(GatewayConfig, task["config"])
     if task["kind"] == "endpoint":
         return serve(config, is_child=True)
-    set_up_logging(config.log_level)
+    set_up_logging(config.log_level, config.log_format)
     stdout = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # the answer below is all that the parent reads there
         return asyncio.run(_run_embedded(config, Path(task["run_directory"]), stdout))

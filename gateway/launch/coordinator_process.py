@@ -7,7 +7,7 @@ import logging
 import time
 
 from cores.launch.child_process import ChildProcess
-from gateway.config import ParallelConfig
+from gateway.config import GatewayConfig
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +23,15 @@ def next_backoff(backoff_s: float, lived_s: float) -> float:
 
 
 class CoordinatorProcess:
-    def __init__(self, config: ParallelConfig) -> None:
-        self._key_file = config.data_parallel_key_file
-        self._report_address = f"tcp://{config.data_parallel_address}:{config.data_parallel_rpc_port}"
+    def __init__(self, config: GatewayConfig) -> None:
+        parallel = config.parallel
+        self._report_address = f"tcp://{parallel.data_parallel_address}:{parallel.data_parallel_rpc_port}"
+        self._task_description = {
+            "report_address": self._report_address,
+            "key_file": parallel.data_parallel_key_file,
+            "log_level": config.log_level,
+            "log_format": config.log_format,
+        }
         self._child: ChildProcess | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -45,9 +51,7 @@ class CoordinatorProcess:
     async def _live(self) -> str:
         """One life. Returns why it ended."""
         try:
-            self._child = await ChildProcess.start(
-                "coordinator", "balancer.coordinator", {"report_address": self._report_address, "key_file": self._key_file}
-            )
+            self._child = await ChildProcess.start("coordinator", "balancer.coordinator", self._task_description)
         except OSError as error:  # no memory, no process or no file left: there may be, later
             return f"it could not be started: {error}"
         logger.info("coordinator started on %s, pid %d", self._report_address, self._child.pid)
@@ -78,5 +82,6 @@ class NoCoordinator:
         pass
 
 
-def make_coordinator(config: ParallelConfig) -> CoordinatorProcess | NoCoordinator:
-    return CoordinatorProcess(config) if config.has_others and 0 in config.ranks else NoCoordinator()
+def make_coordinator(config: GatewayConfig) -> CoordinatorProcess | NoCoordinator:
+    parallel = config.parallel
+    return CoordinatorProcess(config) if parallel.has_others and 0 in parallel.ranks else NoCoordinator()

@@ -149,6 +149,7 @@ class ChildFrontEnd:
                 "listener_fd": self._listener.fileno(),
                 "url": self._url,
                 "log_level": self._config.log_level,
+                "log_format": self._config.log_format,
             },
             pass_fds=(self._listener.fileno(),),
         )

@@ -81,6 +81,7 @@ class _Rank:
     pid: int | None = None
     restart_pending: bool = False
     restarts: int = 0
+    progress: float = 0.0  # of loading its weights
     leaving: Literal["", "restart", "remove"] = ""  # what becomes of it when this life has ended
     is_added: bool = False  # to a running group, and was not ready yet
 
@@ -111,6 +112,7 @@ class GroupLedger:
                 pid=r.pid,
                 restart_pending=r.restart_pending,
                 is_leaving=bool(r.leaving),
+                start_progress=r.progress,
             )
             for rank, r in self._ranks.items()
         )
@@ -121,13 +123,17 @@ class GroupLedger:
         r = self._ranks[rank]
         self._move(rank, "begin")
         r.epoch += 1
-        r.pid = None
+        r.pid, r.progress = None, 0.0
         r.restart_pending = False
         return RankId(rank, r.epoch)
 
     def on_process(self, rank_id: RankId, pid: int | None) -> None:
         if self._is_current(rank_id):
             self._ranks[rank_id.rank].pid = pid
+
+    def on_progress(self, rank_id: RankId, progress: float) -> None:
+        if self._is_current(rank_id):
+            self._ranks[rank_id.rank].progress = progress
 
     def on_ready(self, rank_id: RankId) -> bool:
         """True when it was news."""

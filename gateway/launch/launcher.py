@@ -118,10 +118,20 @@ class Launcher:
         self._ticker: asyncio.Task[None] | None = None
         self._is_embedded = listener is None
         self._last_death: str | None = None  # of the last rank, when no rank is left
-        self._coordinator = make_coordinator(config.parallel)
+        self._coordinator = make_coordinator(config)
         self._addresses: dict[int, FrontEndAddress] = {}  # of the front ends that have said hello, by index
         self._all_said_hello = asyncio.Event()
         self._shutdown: Shutdown | None = None  # the order that front ends have been given
+        self._has_started = False
+
+    @property
+    def group(self) -> GroupState:
+        return self._ranks.snapshot()
+
+    @property
+    def is_starting(self) -> bool:
+        """Neither serving nor at an end."""
+        return not self._has_started and self._shutdown is None and not self.failure.done()
 
     @property
     def mode(self) -> str:
@@ -134,6 +144,7 @@ class Launcher:
         """Returns when requests are served. Raises `StartError`; `stop` is due in every case."""
         try:
             await self._start()
+            self._has_started = True
         except (StartError, LaunchError) as error:
             self._fail(str(error))
             self._ranks.give_up(str(error))  # the front end learns the cause, too
@@ -189,6 +200,7 @@ class Launcher:
             ready_timeout_s=self._config.fault.engine_ready_timeout,
             log_level=self._config.log_level,
             transport=self._transport,
+            log_format=self._config.log_format,
         )
 
     async def _tick(self) -> None:

@@ -43,7 +43,7 @@ FIRST_BACKOFF_S = 1.0  # what was killed must be gone from its port
 
 def supervise(config: GatewayConfig) -> int:
     """Runs all endpoints until a signal, or until none is left; returns the exit code."""
-    set_up_logging(config.log_level)
+    set_up_logging(config.log_level, config.log_format)
     try:
         check_machine(config)
         endpoints = endpoint_configs(with_model_path(config))

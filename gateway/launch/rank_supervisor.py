@@ -52,6 +52,7 @@ class RankPlan:
     ready_timeout_s: float
     log_level: str = "info"
     transport: Transport = UNIX_SOCKETS
+    log_format: str = "text"
 
     def launch(self, rank_id: RankId) -> EngineLaunch:
         return EngineLaunch(
@@ -64,6 +65,7 @@ class RankPlan:
             num_threads=self.num_threads,
             log_level=self.log_level,
             transport=self.transport,
+            log_format=self.log_format,
         )
 
 
@@ -180,8 +182,12 @@ class RankSupervisor:
         if isinstance(message, EngineStarting | EngineReady | EngineAlive):
             life.heard_s = time.monotonic()
         match message:
-            case EngineStarting(text=text, pid=pid):
-                logger.info("%s, pid %d: %s", message.rank_id, pid, text)
+            case EngineStarting(text=text, pid=pid, progress=progress):
+                if progress:
+                    self._ledger.on_progress(message.rank_id, progress)
+                    self._publish()
+                else:
+                    logger.info("%s, pid %d: %s", message.rank_id, pid, text)
             case EngineReady(device=device):
                 logger.info("%s is ready on %s", message.rank_id, device)
                 life.ready.set()
@@ -315,8 +321,10 @@ class RankSupervisor:
         changed.set()
 
     def _judge(self, rank_id: RankId, cause: str, verdict: Verdict | None) -> None:
+        """One line: the traceback, if there is one, stands under the engine's own name above."""
         if self._retired:
             return
+        cause = cause.partition("\n")[0]
         match verdict:
             case Restart(delay_s=0.0):
                 logger.info("%s ended, its next life begins: %s", rank_id, cause)

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from cores.config import is_loopback
 from cores.launch.child_process import parent_died
-from cores.log import set_up_logging
+from cores.log import logs_json, set_up_logging
 from gateway.config import ConfigError, GatewayConfig
 from gateway.exit_codes import EXIT_FAILED, EXIT_USAGE
 from gateway.launch import listener as listening
@@ -25,6 +25,7 @@ from gateway.launch.open_files import raise_open_files_limit
 from gateway.launch.ranks import make_rank_launcher
 from gateway.launch.run_directory import RunDirectory, RunDirectoryError
 from gateway.launch.service_manager import tell_service_manager
+from gateway.launch.start_progress import StartLine, bottom_line, show_start
 from gateway.models import with_absolute_paths
 
 logger = logging.getLogger(__name__)
@@ -34,25 +35,26 @@ KILL_TIMEOUT_S = 10.0
 
 def serve(config: GatewayConfig, *, is_child: bool = False) -> int:
     """Runs one endpoint until a signal or a failure; returns the exit code. A child ends with the end of its stdin, too."""
-    set_up_logging(config.log_level)
-    try:
-        check_machine(config)
-        config = with_model_path(config)
-        listener = listening.listen(config.server)
-    except ConfigError as error:
-        return _refuse(error, EXIT_USAGE)
-    except listening.ListenError as error:
-        return _refuse(error, EXIT_FAILED)
-    raise_open_files_limit()
-    stdout = sys.stdout
-    try:
-        # Ray prints what happens to workers on stdout. People parse ours: the ready line is all that may stand there.
-        with RunDirectory() as directory, contextlib.redirect_stdout(sys.stderr):
-            return asyncio.run(_serve(config, listener, directory.path, stdout, is_child=is_child))
-    except (RunDirectoryError, StartError) as error:
-        return _refuse(error, EXIT_FAILED)
-    finally:
-        listening.close(listener)
+    with bottom_line(is_wanted=config.log_format == "text" and not is_child) as line:
+        set_up_logging(config.log_level, config.log_format)
+        try:
+            check_machine(config)
+            config = with_model_path(config)
+            listener = listening.listen(config.server)
+        except ConfigError as error:
+            return _refuse(error, EXIT_USAGE)
+        except listening.ListenError as error:
+            return _refuse(error, EXIT_FAILED)
+        raise_open_files_limit()
+        stdout = sys.stdout
+        try:
+            # Ray prints what happens to workers on stdout. People parse ours: the ready line is all that may stand there.
+            with RunDirectory() as directory, contextlib.redirect_stdout(sys.stderr):
+                return asyncio.run(_serve(config, listener, directory.path, stdout, line, is_child=is_child))
+        except (RunDirectoryError, StartError) as error:
+            return _refuse(error, EXIT_FAILED)
+        finally:
+            listening.close(listener)
 
 
 def check_machine(config: GatewayConfig) -> None:
@@ -91,20 +93,29 @@ def with_model_path(config: GatewayConfig) -> GatewayConfig:
 
 
 def _refuse(error: Exception, code: int) -> int:
-    print(f"gateway serve: {error}", file=sys.stderr)
+    """The last word, for people; in a log that programs read, a line like the others."""
+    if logs_json():
+        logger.error("%s", error)
+    else:
+        print(f"gateway serve: {error}", file=sys.stderr)
     return code
 
 
-async def _serve(config: GatewayConfig, listener: socket.socket, run_directory: Path, stdout: TextIO, *, is_child: bool) -> int:
+async def _serve(
+    config: GatewayConfig, listener: socket.socket, run_directory: Path, stdout: TextIO, line: StartLine, *, is_child: bool
+) -> int:
     url = listening.url(listener, config.server)
     launcher = Launcher(config, make_rank_launcher(config, run_directory), run_directory, listener, url)
 
     def announce() -> None:
+        line.show("")
         print(f"gateway ready: {url}  mode={launcher.mode}  ranks={len(config.parallel.ranks)}", file=stdout, flush=True)
         if not is_child:  # the supervisor of several endpoints speaks for them
             tell_service_manager("READY=1")
 
-    return await live(launcher, announce, config.server.shutdown_timeout, ends_with_stdin=is_child)
+    what = config.server.served_model_name[0]
+    with cancelled_at_exit(asyncio.create_task(show_start(line, launcher, what), name="start-progress")):
+        return await live(launcher, announce, config.server.shutdown_timeout, ends_with_stdin=is_child)
 
 
 async def live(launcher: Launcher, announce: Callable[[], None], drain_timeout_s: float, *, ends_with_stdin: bool) -> int:

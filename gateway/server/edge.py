@@ -86,7 +86,7 @@ def _log(request: web.Request, failure: Failure, error: Exception) -> None:
     text = one_line(str(error) if failure.is_bug else failure.message)
     logger.log(
         level, "request %s: %s %s failed: %d %s", request[REQUEST_ID], request.method, _path(request), failure.status, text,
-        exc_info=error if failure.is_bug else None,
+        exc_info=error if failure.is_bug else None, extra={"request_id": request[REQUEST_ID]},
     )  # fmt: skip
 
 

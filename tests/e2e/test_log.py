@@ -1,0 +1,58 @@
+"""The log of a whole server: a line for each thing that happens, as text or as JSON, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import requests
+
+Serve = Callable[..., Any]
+Poll = Callable[..., Any]
+
+
+def lines_of(server: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in server.stderr]
+
+
+def test_every_line_of_a_json_log_is_an_object_and_says_who_wrote_it(serve: Serve, simulated: list[str], poll: Poll) -> None:
+    server = serve(*simulated, "-dp", "2", "--log-format", "json", "--enable-log-requests")
+    body = {"model": "tiny", "prompt": "one two", "max_tokens": 3}
+    headers = {"X-Request-Id": "mine"}
+    assert requests.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
+    refused = requests.post(f"{server.url}/v1/completions", json=body | {"max_tokens": -1}, headers=headers, timeout=60)
+    assert refused.status_code == 400
+    os.kill(server.rank(1)["pid"], signal.SIGKILL)
+    poll(lambda: server.rank(1)["epoch"] == 2 and server.rank(1)["state"] == "ready", "rank 1 is back", 60)
+    assert server.stop() == 0
+
+    lines = lines_of(server)
+    assert all(set(line) >= {"time", "level", "logger", "message"} for line in lines)
+    of_request = [line for line in lines if str(line.get("request_id", "")).startswith("mine")]
+    assert [line["process"] for line in of_request] == ["front end 0"] * len(of_request)
+    assert any("ended by length" in line["message"] and line["rank"] in (0, 1) for line in of_request)
+    assert any("failed: 400" in line["message"] for line in of_request)
+    launchers = [line["message"] for line in lines if "process" not in line]
+    for text in ("starting ranks 0 to 1", "rank 1 (epoch 1) is ready on cpu", "rank 1 (epoch 1) died, its next life begins in",
+                 "rank 1 (epoch 2) is ready on cpu", "front end 0 serves as DPLBAsyncMPClient", "stopped"):  # fmt: skip
+        assert sum(message.startswith(text) for message in launchers) == 1, text
+
+
+def test_the_cause_of_a_failed_start_is_an_object_too(serve: Serve, simulated: list[str]) -> None:
+    try:
+        serve(*simulated, "fault=raise_at_step=0", "--log-format", "json")
+    except AssertionError as error:
+        last = str(error).strip().splitlines()[-1]
+    assert "simulated fault at step 0" in json.loads(last)["message"]
+
+
+def test_a_log_in_a_pipe_has_whole_lines_only(serve: Serve, simulated: list[str]) -> None:
+    server = serve(*simulated)
+    assert server.stop() == 0
+    text = "".join(server.stderr)
+    assert "\r" not in text
+    assert "\x1b" not in text
+    assert "ranks ready" not in text
