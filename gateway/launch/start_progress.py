@@ -126,6 +126,6 @@ def start_text(group: GroupState, elapsed_s: float, what: str, bar: str = "â–ˆâ–
     progress = sum(1.0 if rank.state == "ready" else rank.start_progress for rank in group.ranks) / max(1, len(ready))
     filled = round(BAR_WIDTH * progress)
     noun = "rank" if len(ready) == 1 else "ranks"
-    full, empty = bar
+    full, empty = bar[0], bar[1]
     weights = full * filled + empty * (BAR_WIDTH - filled)
     return f"starting {what}  {sum(ready)}/{len(ready)} {noun} ready  weights {weights} {progress:>4.0%}  {elapsed_s:.0f}s"
