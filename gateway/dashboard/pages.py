@@ -24,37 +24,34 @@ from gateway.status import RankStatus
 
 LABEL_WIDTH = 14
 
-HELP = """\
-  q  ctrl-c          leave; the exit code is that of `--once`
-  ?  h               this page, and back
-  s  S               next order, the one before: trouble, rank, waiting, running, kv cache, tok/s, step, restarts
-  r                  the order reversed
-  j k  up down       select a rank; also page up, page down, home, end, g, G
-  enter  d  right    all that is known of the selected rank
-  e                  all events; j and k scroll
-  p  space           pause: nothing is asked, the last picture stays
-  esc  left          back; on the board: no rank is selected
-
-  waiting  running   requests; a full bar: 10, 20, 50 ... waiting on any rank, or the rank's --max-num-seqs
-  kv cache           blocks in use; yellow from 80 %, red from 95 %
-  tok/s              generated tokens; beside it the last minute, all ranks on one scale
-  step               time of the last step
-  signal             age of the last load report; a rank says something every 500 ms
-  hits               prompt tokens found in the prefix cache
-  rst                restarts, by death or by order
-  lag                how late the front end's event loop was, the worst of the last seconds
-  (+n)               of these, in the last minute
-
-  It only looks: operations are `gateway ranks drain|undrain|restart|scale`.
-"""
+HELP = (
+    ("q  ctrl-c", "leave, with the exit code of `--once`"),
+    ("?  h", "this page, and back"),
+    ("s  S", "order: trouble, rank, waiting, running, kv cache, tok/s,"),
+    ("", "step, restarts; S: the one before"),
+    ("r", "the order reversed"),
+    ("j k  up down", "select a rank; also page up and down, home, end, g, G"),
+    ("enter  d  right", "all that is known of the selected rank"),
+    ("e", "all events; j and k scroll"),
+    ("p  space", "pause: nothing is asked, the last picture stays"),
+    ("esc  left", "back; on the board: no rank is selected"),
+    ("", ""),
+    ("waiting", "requests; a full bar: 10, 20, 50 ... on any rank"),
+    ("running", "requests; a full bar: the rank's --max-num-seqs"),
+    ("kv cache", "blocks in use; yellow from 80 %, red from 95 %"),
+    ("tok/s", "generated; the last minute: all ranks on one scale"),
+    ("step, signal", "time of the last step; age of the last load report"),
+    ("hits, rst", "prompt tokens found in the prefix cache; restarts"),
+    ("lag", "of the event loop, the worst of the last seconds"),
+    ("(+n)", "of these, in the last minute"),
+)
+HELP_NOTE = "It only looks. Operations: gateway ranks drain | undrain | restart | scale"
 
 
 def help_lines(new_line: Callable[[], Line], room: int) -> list[Line]:
     lines = [new_line().add(" gateway status ", BOLD), new_line()]
-    for text in HELP.splitlines():
-        key, words = text[:21], text[21:]
-        lines.append(new_line().add(key, BOLD).add(words))
-    return lines[:room]
+    lines += [new_line().add(f"  {key}".ljust(21), BOLD).add(words) for key, words in HELP]
+    return [*lines[: room - 1], new_line().add(f"  {HELP_NOTE}", DIM)]
 
 
 def detail_lines(
@@ -70,7 +67,7 @@ def detail_lines(
     lines += _fact_lines(facts, new_line)
     if rank.death_cause is not None:
         ago = duration(rank.last_death_s_ago or 0.0)
-        lines += _wrapped(f" died {ago} ago: {rank.death_cause}", RED, new_line)
+        lines += _wrapped(f"died {ago} ago: {rank.death_cause}", RED, new_line)
     return [*lines, new_line()]
 
 

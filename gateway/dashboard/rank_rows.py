@@ -25,6 +25,7 @@ from gateway.dashboard.lines import (
     YELLOW_BAR,
     Line,
 )
+from gateway.dashboard.state import TROUBLE_GROUP
 from gateway.dashboard.words import (
     Glyphs,
     bar,
@@ -265,20 +266,15 @@ def _stall_texts(board: Board) -> dict[RankKey, str]:
 
 
 def group_line(name: str, rows: Sequence[tuple[RankKey, RankStatus]], width: int, glyphs: Glyphs) -> Line:
-    """Above the ranks of a node."""
-    line = Line(width, glyphs).add(f"{glyphs.rule * 2} ", DIM).add(first_line(name), BOLD)
-    ranks = [rank for _, rank in rows]
-    num_ready = sum(rank.state == "ready" for rank in ranks)
-    usage = sum(rank.kv_cache_usage for rank in ranks) / len(ranks)
-    rate = sum(rank.generation_tokens_per_s for rank in ranks)
-    line.add("  ").pieces(
-        [
-            (f"{num_ready}/{len(ranks)} ready", GREEN if num_ready == len(ranks) else YELLOW),
-            (f"{count(sum(rank.waiting for rank in ranks)):>5} waiting", PLAIN),
-            (f"{count(sum(rank.running for rank in ranks)):>5} running", PLAIN),
-            (f"kv {percent(usage):>4}", PLAIN),
-            (f"{per_second(rate):>5} tok/s", PLAIN),
-        ],
-        reserve=1,
-    )
-    return line.add(" " + glyphs.rule * max(0, line.left - 1), DIM)
+    """Above the ranks of a node, with what they do together; above those in trouble, whose rows say all."""
+    line = Line(width, glyphs).add(f"{glyphs.rule * 2} ", DIM).add(first_line(name), BOLD).add("  ")
+    if name != TROUBLE_GROUP:
+        ranks = [rank for _, rank in rows]
+        num_ready = sum(rank.state == "ready" for rank in ranks)
+        usage = sum(rank.kv_cache_usage for rank in ranks) / len(ranks)
+        rate = sum(rank.generation_tokens_per_s for rank in ranks)
+        line.add(f"{num_ready}/{len(ranks)} ready", GREEN if num_ready == len(ranks) else YELLOW)
+        line.add(f"{count(sum(rank.waiting for rank in ranks)):>7} waiting")
+        line.add(f"{count(sum(rank.running for rank in ranks)):>7} running")
+        line.add(f"  kv {percent(usage):>4}{per_second(rate):>7} tok/s ")
+    return line.add(glyphs.rule * line.left, DIM)

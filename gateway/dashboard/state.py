@@ -15,6 +15,7 @@ Page = Literal["board", "detail", "events", "help"]
 # every row while a group starts.
 TROUBLE = {"dead": 0, "stalled": 1, "suspect": 2, "restarting": 3, "draining": 4}
 NO_TROUBLE = 9
+TROUBLE_GROUP = "trouble"  # where ranks are grouped by node: those in trouble, of all nodes
 
 
 def trouble(rank: RankStatus) -> int:
@@ -65,8 +66,8 @@ def by_node(board: Board, view: ViewState) -> list[tuple[str, list[tuple[RankKey
     groups: dict[str, list[tuple[RankKey, RankStatus]]] = {}
     for key, rank in rows:
         is_trouble = view.sort == "trouble" and trouble(rank) != NO_TROUBLE
-        groups.setdefault("trouble" if is_trouble else f"node {rank.node or '?'}", []).append((key, rank))
-    first = {"trouble": groups.pop("trouble")} if "trouble" in groups else {}
+        groups.setdefault(TROUBLE_GROUP if is_trouble else f"node {rank.node or '?'}", []).append((key, rank))
+    first = {TROUBLE_GROUP: groups.pop(TROUBLE_GROUP)} if TROUBLE_GROUP in groups else {}
     return [*first.items(), *sorted(groups.items(), key=lambda group: group[1][0][0])]
 
 

@@ -40,6 +40,7 @@ from gateway.status import Event, FrontEndStatus, RankStatus
 MAX_EVENTS = 6  # where there is no height to fill
 MIN_EVENTS = 4  # that keep their place, so that the ranks do not move when something happens
 SLOW_LOOP_MS = 50.0
+FRONT_END_WIDTH = 58
 SLOW_ANSWER_S = 1.5
 OLD_WORD_S = 2.0  # of a front end: it says something every 250 ms
 RECENT_S = 60.0
@@ -109,6 +110,8 @@ class _Page:
         num_rows = max(1, min(len(rows), room - min(MIN_EVENTS, room // 4)))
         selected = next((i for i, (key, _) in enumerate(rows) if key is not None and key == self.view.selected), 0)
         first = max(0, min(selected - num_rows // 2, len(rows) - num_rows))
+        if rows[first + num_rows - 1][0] is None and num_rows > 1:
+            num_rows -= 1  # the heading of ranks that are not seen
         shown = [draw() for _, draw in rows[first : first + num_rows]]
         hidden = [(key, first > i) for i, (key, _) in enumerate(rows) if key and not first <= i < first + num_rows]
         above, below = sum(is_above for _, is_above in hidden), sum(not is_above for _, is_above in hidden)
@@ -205,7 +208,7 @@ class _Page:
         """What goes on now."""
         board = self.board
         ranks = [rank for _, rank in board.ranks]
-        width = 60 if self.view.width >= 170 else 30 if self.view.width >= 110 else 12
+        width = 50 if self.view.width >= 170 else 22 if self.view.width >= 110 else 12
         front_ends = [f for status in board.statuses for f in status.front_ends]
         line = self.line()
         for title, name in (("out", "generation_tokens_per_s"), ("in", "prompt_tokens_per_s")):
@@ -247,11 +250,12 @@ class _Page:
         ]
         if len(rows) > limit:  # the slow ones
             rows.sort(key=lambda row: (-row[1].event_loop_lag_ms, row[0]))
-        per_line = max(1, self.view.width // 58)
+        per_line = max(1, self.view.width // FRONT_END_WIDTH)
         lines = []
         for start in range(0, min(len(rows), limit * per_line), per_line):
             line = self.line()
-            for name, front_end in rows[start : start + per_line]:
+            for i, (name, front_end) in enumerate(rows[start : start + per_line]):
+                line.add(" " * (i * FRONT_END_WIDTH - (line.width - line.left)))
                 self.front_end(line, name, front_end)
             lines.append(line)
         return lines

@@ -124,7 +124,7 @@ def test_a_viewer_looks_around(screen: Screen, serve: Any, simulated: list[str])
     screen.keys("Escape")
     screen.until_has("rank state", "▶  1 ready")
     screen.keys("?")
-    screen.until_has("the exit code is that of")
+    screen.until_has("with the exit code of")
     screen.keys("?")
     screen.until_has("rank state")
 
