@@ -219,7 +219,10 @@ class Ranks:
             if record.state == "dead":
                 self._read_all()  # what the rank still said comes before the news of its death
                 self.declare_dead(life.rank_id, record.cause or "unknown cause", tell_launcher=False)
+            was_draining = life.health.state is RankState.DRAINING
             life.health.on_launcher_state(record.state, now)
+            if was_draining and life.health.state is RankState.READY:
+                self.events.add("drain", record.rank, f"epoch {record.epoch} gets new requests again", now, record.epoch)
             life.is_up = record.state in ("ready", "draining")
         self.tell_idle()
         self._note_change()

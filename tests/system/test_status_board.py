@@ -20,7 +20,7 @@ from tests.e2e.conftest import ROOT
 
 pytestmark = pytest.mark.system
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 PROMPT = "ready> "
 # What a shell's terminal must be again: lines are edited, typing shows, ctrl-S and ctrl-Z work.
 SETTINGS = "stty -a | tr -d ';' | tr ' ' '\\n' | grep -x -e icanon -e echo -e ixon -e isig | sort | xargs"

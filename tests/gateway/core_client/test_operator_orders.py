@@ -35,7 +35,8 @@ async def test_a_draining_rank_gets_nothing_and_its_idleness_is_said_once_its_la
     group.tell_state(*READY)
     await group.until(lambda: group.state(0) == "ready")
     assert idle_words(group) == [RankIdle(0, ZERO)]
-    assert kinds(group, 0) == ["ready", "drain"]
+    assert kinds(group, 0) == ["ready", "drain", "drain"]
+    assert [event.text for event in group.client.events.events(group.clock())][-1] == "epoch 1 gets new requests again"
 
 
 async def test_an_end_by_order_is_no_death_and_blames_no_request(group: FakeGroup) -> None:
