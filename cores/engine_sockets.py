@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -30,6 +31,7 @@ from cores.engine_loop import (
     ThreadFailed,
     UtilityReply,
 )
+from cores.gaps import CommandGaps, numbered
 from cores.messages import (
     HEARTBEAT_INTERVAL_S,
     AttachFrontEnd,
@@ -110,6 +112,10 @@ class LauncherLostError(Exception):
     """Nobody is left who could tell this engine to end."""
 
 
+class CommandsLostError(Exception):
+    """What a front end wants is not known. The engine ends: its requests then go on elsewhere."""
+
+
 class InputThread(threading.Thread):
     """Says that the engine is ready; from then on decodes and queues what front ends and the launcher send."""
 
@@ -131,6 +137,7 @@ class InputThread(threading.Thread):
         self._control = control
         self._ready = encode(ready)
         self._by_client = {f.index: sockets.dealer(f.input_address) for f in front_ends}
+        self._gaps: defaultdict[int, CommandGaps] = defaultdict(CommandGaps)  # by front end
         self._poller = zmq.Poller()
         self._stopping = threading.Event()
         self._malformed_logged_s = float("-inf")
@@ -183,6 +190,8 @@ class InputThread(threading.Thread):
             except CodecError as error:
                 self._note_malformed(f"front end {client}", error)
             else:
+                if num_lost := self._gaps[client].num_lost_before(message.seq):
+                    raise CommandsLostError(f"{num_lost} commands of front end {client} were lost: its connection broke")
                 self._inbox.put(ClientCommand(client, message))
 
     def _read_control(self) -> None:
@@ -245,6 +254,7 @@ class FrontEndPipe:
         self.backlog = OutputBacklog(max_backlog_bytes)
         self.timer = ReportTimer(now)
         self._socket = sock
+        self._num_sent = 0
 
     def put(self, frame: bytes) -> bool:
         """True when the backlog has become too long."""
@@ -259,10 +269,12 @@ class FrontEndPipe:
         self._socket.close(linger=0)
 
     def _try_send(self, frame: bytes) -> bool:
+        """With its number, so that the front end sees when one is missing."""
         try:
-            self._socket.send(frame, zmq.NOBLOCK)
+            self._socket.send_multipart(numbered(self._num_sent + 1, frame), zmq.NOBLOCK)
         except zmq.Again:
             return False
+        self._num_sent += 1
         return True
 
 

@@ -71,7 +71,7 @@ class AsyncMPClient(EngineCoreClient):
         self.place = place
         self._clock = clock
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._rank_link = RankLink(self._context, self._on_first_word, self._on_message)
+        self._rank_link = RankLink(self._context, self._on_first_word, self._on_message, self._on_lost)
         self._received: asyncio.Queue[Received] = asyncio.Queue()
         self.ranks = Ranks(
             config, place.index, place.life, self.ledger, clock,
@@ -265,6 +265,10 @@ class AsyncMPClient(EngineCoreClient):
     def _on_first_word(self, identity: bytes, ready: m.EngineReady) -> None:
         if not self.ranks.on_engine_ready(identity, ready):
             self.num_stale_frames += 1
+
+    def _on_lost(self, rank_id: m.RankId, num_messages: int) -> None:
+        """Tokens may be missing: what the rank was doing for us is done again from where we know it, by another."""
+        self.ranks.declare_dead(rank_id, f"{num_messages} messages of it were lost: its connection broke")
 
     def _on_serving(self, life: RankLife) -> None:
         """A rank takes requests from now on."""

@@ -17,6 +17,7 @@ from cores import messages as m
 from cores.codec import CodecError, Message, decode, encode
 from cores.config import Transport
 from cores.curve import GroupKey, guard
+from cores.gaps import OutputGaps, split_number
 from cores.log import is_worth_a_line
 from gateway.core_client.rank import RankLife
 from gateway.errors import EngineDeadError
@@ -26,16 +27,19 @@ logger = logging.getLogger(__name__)
 
 
 class RankLink:
-    """`on_ready` gets first words with the identity that the socket knows their sender by, `on_message` all the rest. What is
-    no message of ours is counted and dropped."""
+    """`on_ready` gets first words with the identity that the socket knows their sender by, `on_message` all the rest, and
+    `on_lost` a rank of which messages are missing, before the next one. What is no message of ours is counted and dropped."""
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         on_ready: Callable[[bytes, m.EngineReady], None],
         on_message: Callable[[Message], None],
+        on_lost: Callable[[m.RankId, int], None],
     ) -> None:
         self.num_malformed = 0
+        self._gaps = OutputGaps()
+        self._on_lost = on_lost
         self._context = context
         self._stop_guard: Callable[[], None] = lambda: None
         self._on_ready = on_ready
@@ -82,20 +86,27 @@ class RankLink:
 
     def _on_command_frames(self, frames: list[bytes]) -> None:
         identity, *rest = frames
-        message = self._decode(rest[-1]) if rest else None
+        try:
+            message = decode(rest[-1]) if rest else None
+        except CodecError as error:
+            self._note_malformed(error)
+            return
         if isinstance(message, m.EngineReady):
             self._on_ready(identity, message)
 
     def _on_output_frames(self, frames: list[bytes]) -> None:
-        message = self._decode(frames[-1])
-        if message is not None:
-            self._on_message(message)
-
-    def _decode(self, frame: bytes) -> Message | None:
         try:
-            return decode(frame)
+            number, frame = split_number(frames)
+            message = decode(frame)
         except CodecError as error:
-            self.num_malformed += 1
-            if is_worth_a_line(self.num_malformed):
-                logger.warning("dropped a malformed frame (%d so far): %s", self.num_malformed, error)
-            return None
+            self._note_malformed(error)
+            return
+        rank_id = getattr(message, "rank_id", None)
+        if rank_id is not None and (num_lost := self._gaps.num_lost_before(rank_id, number)):
+            self._on_lost(rank_id, num_lost)
+        self._on_message(message)
+
+    def _note_malformed(self, error: CodecError) -> None:
+        self.num_malformed += 1
+        if is_worth_a_line(self.num_malformed):
+            logger.warning("dropped a malformed frame (%d so far): %s", self.num_malformed, error)

@@ -19,6 +19,7 @@ from balancer.ledger import LoadLedger
 from balancer.rank_health import RankHealth, RankState
 from cores import messages as m
 from cores.codec import Message
+from cores.gaps import seq_before_life
 from gateway.config import FaultConfig, GatewayConfig
 from gateway.core_client.base import EngineDied, EngineFailed, RanksChanged, Received
 from gateway.core_client.rank import Rank, RankLife
@@ -197,7 +198,7 @@ class Ranks:
         health = RankHealth(rank_id, self._clock(), stall_timeout_s=self._fault.stall_timeout)
         # The rank's first reports to a front end that has started again may still count its predecessor's commands. They must
         # not pass for ours: every life has numbers of its own.
-        return RankLife(rank_id, health, last_seq=self._front_end_life << 32)
+        return RankLife(rank_id, health, last_seq=seq_before_life(self._front_end_life))
 
     # --- death --------------------------------------------------------------------------------------------------------
 

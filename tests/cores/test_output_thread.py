@@ -22,6 +22,7 @@ from cores.engine_loop import (
     UtilityReply,
 )
 from cores.engine_sockets import OutputThread
+from cores.gaps import split_number
 from cores.messages import (
     EngineCoreDead,
     EngineCoreOutputs,
@@ -46,12 +47,14 @@ class FakePush:
         self.is_closed = False
         self._num_refusals = num_refusals
 
-    def send(self, frame: bytes, flags: int) -> None:
+    def send_multipart(self, frames: list[bytes], flags: int) -> None:
         assert flags == zmq.NOBLOCK
         if self._num_refusals > 0:
             self._num_refusals -= 1
             raise zmq.Again
+        number, frame = split_number(frames)
         self.sent.append(decode(frame))
+        assert number == len(self.sent), "numbers have no gap, also after refusals"
 
     def close(self, linger: int) -> None:
         assert linger == 0
@@ -193,7 +196,7 @@ def test_a_result_that_cannot_be_sent_is_an_error_to_its_caller() -> None:
 
 def test_an_error_in_the_thread_is_the_engines_end() -> None:
     class BrokenPush(FakePush):
-        def send(self, frame: bytes, flags: int) -> None:
+        def send_multipart(self, frames: list[bytes], flags: int) -> None:
             raise zmq.ZMQError(zmq.ENOTSOCK)
 
     (told,) = run_thread({0: BrokenPush()}, [make_turn(1, 0)])

@@ -15,6 +15,7 @@ import zmq
 
 from cores.codec import Message, decode, encode
 from cores.config import EngineConfig, EngineLaunch, FrontEndAddress, SimulatedConfig, to_plain
+from cores.gaps import split_number
 from cores.messages import (
     AbortRequests,
     AddRequest,
@@ -45,6 +46,7 @@ class FakeFrontEnd:
         self.commands.bind(self.address.input_address)
         self.outputs.bind(self.address.output_address)
         self.received: list[Message] = []
+        self.num_frames = 0
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, Finished] = {}
         self.last_step_of: dict[int, int] = {}
@@ -54,7 +56,10 @@ class FakeFrontEnd:
     def receive(self, timeout_s: float = DEADLINE_S) -> Message:
         """The next message on the output socket, booked."""
         assert self.outputs.poll(timeout_s * 1e3), f"nothing came within {timeout_s} s"
-        message = decode(self.outputs.recv())
+        number, frame = split_number(self.outputs.recv_multipart())
+        self.num_frames += 1
+        assert number == self.num_frames, "frames come in order and none is missing"
+        message = decode(frame)
         self.received.append(message)
         if isinstance(message, EngineCoreOutputs):
             self._book(message)

@@ -14,6 +14,7 @@ import zmq.asyncio
 from balancer.load import RoutingRequest
 from cores.codec import Message, decode, encode
 from cores.config import EngineConfig
+from cores.gaps import numbered
 from cores.messages import (
     EngineCoreOutputs,
     EngineReady,
@@ -39,6 +40,7 @@ class FakeEngine:
 
     def __init__(self, context: zmq.asyncio.Context, hello: FrontEndHello, rank_id: RankId) -> None:
         self.rank_id = rank_id
+        self._num_said = 0
         self._commands = context.socket(zmq.DEALER)
         self._commands.setsockopt(zmq.IDENTITY, rank_id.identity)
         self._outputs = context.socket(zmq.PUSH)
@@ -61,7 +63,12 @@ class FakeEngine:
         await self.say_bytes(encode(message))
 
     async def say_bytes(self, frame: bytes) -> None:
-        await self._outputs.send(frame)
+        self._num_said += 1
+        await self._outputs.send_multipart(numbered(self._num_said, frame))
+
+    def lose(self, num_messages: int) -> None:
+        """As if it had said so much into a connection that broke."""
+        self._num_said += num_messages
 
     def hang_up(self) -> None:
         self._commands.close()

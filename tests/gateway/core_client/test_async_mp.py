@@ -85,6 +85,21 @@ async def test_tokens_that_came_before_the_launchers_verdict_are_delivered_befor
     assert group.client.ledger.num_in_flight == 0
 
 
+async def test_a_connection_that_broke_with_tokens_in_it_ends_that_life_before_the_next_token_is_delivered(
+    group: FakeGroup,
+) -> None:
+    handle, _ = group.add_request(pinned_rank=0)
+    await group.engines[0].say(group.outputs(ZERO, 1, handle))
+    group.engines[0].lose(2)
+    await group.engines[0].say(group.outputs(ZERO, 4, handle))
+    assert isinstance(await group.received(), EngineCoreOutputs)
+    died = await group.received()
+    assert died == EngineDied(ZERO, "2 messages of it were lost: its connection broke")
+    await group.until(lambda: RankDied(ZERO, died.cause) in group.said)
+    assert [sent.request.handle for sent in group.client.on_engine_died(died)] == [handle]
+    assert group.client.num_stale_frames == 1
+
+
 async def test_the_first_proof_of_a_death_counts_and_the_launcher_hears_of_it_once(group: FakeGroup) -> None:
     await group.engines[0].say(EngineCoreDead(ZERO, "out of memory\nTraceback"))
     assert await group.received() == EngineDied(ZERO, "out of memory")
