@@ -15,7 +15,7 @@ import zmq
 
 from cores.codec import Message, decode, encode
 from cores.config import EngineConfig, EngineLaunch, FrontEndAddress, SimulatedConfig, to_plain
-from cores.gaps import split_number
+from cores.gaps import seq_before_life, split_number
 from cores.messages import (
     AbortRequests,
     AddRequest,
@@ -37,7 +37,7 @@ DEADLINE_S = 90.0
 class FakeFrontEnd:
     """Binds a front end's two sockets, sends commands and keeps everything that comes back."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: Path, index: int) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: Path, index: int, life: int = 1) -> None:
         self.address = FrontEndAddress(
             index=index, input_address=f"ipc://{directory}/in-{index}", output_address=f"ipc://{directory}/out-{index}"
         )
@@ -50,7 +50,7 @@ class FakeFrontEnd:
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, Finished] = {}
         self.last_step_of: dict[int, int] = {}
-        self._seq = 0
+        self._seq = self.seq_before = seq_before_life(life)
         self._identity = b""
 
     def receive(self, timeout_s: float = DEADLINE_S) -> Message:
@@ -179,7 +179,7 @@ class EngineHarness:
         self.front_ends[0].close()
         directory = self.directory / "second-life"
         directory.mkdir()
-        front_end = self.front_ends[0] = FakeFrontEnd(self.context, directory, 0)
+        front_end = self.front_ends[0] = FakeFrontEnd(self.context, directory, 0, life=2)
         address = front_end.address
         self._send_control(AttachFrontEnd(0, address.input_address, address.output_address))
         return front_end

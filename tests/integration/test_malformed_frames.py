@@ -13,6 +13,7 @@ import zmq.asyncio
 
 from cores.codec import encode
 from cores.config import UNIX_SOCKETS, SimulatedConfig
+from cores.gaps import numbered
 from cores.messages import FrontEndFailed
 from cores.testing import make_request
 from gateway.launch.control import ControlSocket
@@ -62,8 +63,8 @@ async def test_a_front_end_counts_them_on_both_of_its_sockets_and_serves_the_nex
             with context.socket(kind) as stranger:
                 stranger.setsockopt(zmq.LINGER, -1)
                 stranger.connect(UNIX_SOCKETS.address(place.run_directory, f"fe{place.index}-{name}"))
-                for frame in frames(2):
-                    stranger.send(frame)
+                for number, frame in enumerate(frames(2)):
+                    stranger.send_multipart(numbered(number, frame) if kind == zmq.PUSH else [frame])
                 await until(
                     lambda before=before: llm.core_client.num_malformed_frames == before + NUM_FRAMES, "all are counted"
                 )
