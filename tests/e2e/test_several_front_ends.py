@@ -162,7 +162,8 @@ async def test_bursts_are_balanced_however_many_front_ends_choose(
         assert [answer for status, answer in answers if status != 200] == []
         counts = await asyncio.to_thread(requests_by_rank, server, sum(before) + burst)
         shares = [now - then for now, then in zip(counts, before, strict=True)]
-        assert min(shares) >= burst // 4, shares
+        # Not a third each: the ranks' measured speeds differ on a busy machine, and a slower one is to get less.
+        assert min(shares) >= burst // 6, shares
         before = counts
 
 

@@ -1,0 +1,42 @@
+"""Connections that break while both ends live, as when a firewall resets them: nothing is lost, and nothing waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.test_over_tcp import NUM_STREAMS, client_session, over_tcp, text_of
+
+__all__ = ["over_tcp"]  # a fixture
+pytestmark = pytest.mark.system
+
+
+def break_connections(ss: str, pid: int) -> int:
+    """Those that this process has made. Returns how many; 0 where one may not, or the kernel cannot."""
+    ports = [c.laddr.port for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED]
+    return sum(
+        b"ESTAB" in subprocess.run([ss, "-K", "-t", "sport", "=", str(port)], capture_output=True, check=False).stdout
+        for port in ports
+    )
+
+
+async def test_a_rank_whose_connections_break_under_load_costs_no_stream_a_token(
+    serve: Callable[..., Any], over_tcp: list[str], poll: Callable[..., Any], program: Callable[[str], str]
+) -> None:
+    ss, server = program("ss"), serve(*over_tcp)
+    async with client_session() as session:
+        undisturbed = await asyncio.gather(*(text_of(session, server.url, i) for i in range(NUM_STREAMS)))
+        under_way = asyncio.Event()
+        streams = [asyncio.create_task(text_of(session, server.url, i, under_way.set)) for i in range(NUM_STREAMS)]
+        await under_way.wait()
+        if not break_connections(ss, server.rank(1)["pid"]):
+            pytest.skip("connections cannot be broken here: that takes root, and a kernel with INET_DIAG_DESTROY")
+        assert await asyncio.gather(*streams) == undisturbed
+        # Whether something was under way just then, and the rank had to be replaced, or not: it serves.
+        await asyncio.to_thread(poll, lambda: server.rank(1)["state"] == "ready", "rank 1 serves", 60)
+        assert await asyncio.gather(*(text_of(session, server.url, i) for i in range(NUM_STREAMS))) == undisturbed
