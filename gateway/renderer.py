@@ -15,11 +15,11 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cores.config import ConfigError
 from gateway.chat_messages import normalise_messages
 from gateway.errors import InvalidRequestError
+from gateway.template_sandbox import TemplateSandbox, bounded_filter
 from gateway.tokenizer import Tokenizer, read_json
 
 LONG_TEXT_CHARS = 2_000  # about 0.7 ms of tokenizing: longer ones would keep the loop from others' tokens
@@ -29,7 +29,16 @@ MAX_RENDERED_CHARS = 16 * 1024 * 1024  # no context window holds as much; a temp
 _END_OF_CONTENT = "\ue000end of content\ue000"
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template"})
 # What a template's code may raise on messages that it does not expect.
-_TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 class Renderer:
@@ -86,11 +95,8 @@ class Renderer:
         return _cut_behind_final_message(text) if continue_final_message else text
 
     def _compile(self, source: str) -> jinja2.Template:
-        # The sandbox keeps templates from the attributes and globals of Python and from changing what they are given.
-        env = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
-        )
-        env.filters["tojson"] = _to_json
+        env = TemplateSandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock])
+        env.filters["tojson"] = bounded_filter("tojson", _to_json)
         env.globals |= {
             "raise_exception": _raise_exception,
             "strftime_now": lambda template: self._clock().strftime(template),
@@ -98,7 +104,7 @@ class Renderer:
             "eos_token": self.tokenizer.eos_token or "",
         }
         try:
-            return env.from_string(source)
+            return env.template(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template is broken in line {error.lineno}: {error.message}") from error
 
@@ -152,6 +158,8 @@ def _read_text(file: Path) -> str:
 
 def _render(template: jinja2.Template, context: dict[str, Any]) -> str:
     pieces, num_chars = [], 0
+    assert isinstance(template.environment, TemplateSandbox)
+    template.environment.begin()
     try:
         for piece in template.generate(context):
             pieces.append(piece)

@@ -8,7 +8,7 @@ from array import array
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cores import messages as m
@@ -265,11 +265,13 @@ def test_a_frame_above_the_size_limit_is_not_even_read() -> None:
 
 
 @given(st.binary(max_size=200))
+@settings(max_examples=400)
 def test_random_bytes_raise_codec_error_or_are_a_message(frame: bytes) -> None:
     _decode_or_codec_error(frame)
 
 
 @given(st.sampled_from(SAMPLES), st.data())
+@settings(max_examples=400)
 def test_damaged_frames_raise_codec_error_or_are_a_message(message: Message, data: st.DataObject) -> None:
     frame = bytearray(encode(message))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -278,6 +280,7 @@ def test_damaged_frames_raise_codec_error_or_are_a_message(message: Message, dat
 
 
 @given(st.sampled_from(SAMPLES), st.data())
+@settings(max_examples=400)
 def test_values_of_any_type_in_any_field_raise_codec_error_or_are_a_message(message: Message, data: st.DataObject) -> None:
     values = msgpack.unpackb(encode(message), strict_map_key=False)
     junk = st.recursive(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 from datetime import datetime
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cores.config import ConfigError
 from cores.testing import make_tiny_model_dir, make_tiny_tokenizer
@@ -142,6 +145,97 @@ def test_a_template_that_loops_is_stopped_by_the_size_of_its_output() -> None:
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{{ 'xxxxxxxx' * 4096 }}{% endfor %}{% endfor %}"
     with pytest.raises(InvalidRequestError, match=str(MAX_RENDERED_CHARS)):
         render(endless)
+
+
+BOMBS = [
+    # Time: no output, so its size stops nothing.
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(100) }}",
+    "{% for a in [[[]]] recursive %}{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}{% endfor %}",
+    # Memory.
+    "{% set n = 10 ** 10 %}{{ 'x' * n }}",
+    "{% set n = 10 ** 10 %}{{ n * 'x' }}{{ n * [1] }}",
+    "{{ 10 ** (10 ** 10) }}",
+    "{% set ns = namespace(x=3) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = ns.x.replace('x', 'x' * 99) %}{% endfor %}",
+    "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = ns.x | replace('x', 'x' * 99) %}{% endfor %}",
+    "{% set x = 'x' * 10000000 %}{{ ([x] * 1000) | join }}",
+    "{% set x = 'x' * 10000000 %}{{ ''.join([x] * 1000) }}",
+    "{% set n = 10 ** 10 %}{{ 'x' | center(n) }}",
+    "{% set n = 10 ** 10 %}{{ 'x'.ljust(n) }}",
+    "{% set n = 10 ** 10 %}{{ 'x'.zfill(n) }}",
+    "{% set n = 10 ** 10 %}{{ 'x' | indent(n, first=true) }}",
+    "{% set n = 10 ** 10 %}{{ [1] | tojson(indent=n) }}",
+    "{% set n = 10 ** 10 %}{{ [1] | batch(n, 0) | list }}",
+    "{{ '{:>9999999999}'.format('x') }}",
+    "{% set n = 10 ** 10 %}{{ '{:>{w}}'.format('x', w=n) }}",
+    "{{ '%9999999999d' % 5 }}",
+    "{{ '%*d' % (9999999999, 5) }}",
+]
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_in_a_template_is_refused_before_it_takes_time_or_memory(bomb: str) -> None:
+    with pytest.raises(InvalidRequestError, match="the chat template refused the messages"):
+        render(bomb)
+
+
+def test_a_break_outside_of_loops_is_a_broken_template() -> None:
+    with pytest.raises(ConfigError, match="the chat template is broken in line 1: 'break' outside loop"):
+        make_renderer("{% break %}")
+
+
+def test_what_real_templates_do_is_not_taken_for_a_bomb() -> None:
+    harmless = (
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n ~ '. ' + m.content | trim }}"
+        "{% endfor %}{{ '%s of %d %%' % ('ab', 5) }}{{ '{:>5}'.format('x') }}{{ '-' * 3 }}{{ ['a', 'b'] | join(', ') }}"
+        "{{ 2 ** 3 }}{{ 'a-b'.replace('-', '+') | upper }}{{ {'k': [1]} | tojson }}{{ 7 % 4 }}{{ 'x' | indent(2, true) }}"
+    )
+    assert render(harmless, [{"role": "user", "content": " hi "}]) == '1. hiab of 5 %    x---a, b8A+B{"k": [1]}3  x'
+
+
+PLAIN_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PLAIN = make_renderer(PLAIN_TEMPLATE)
+ANYTHING = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=8), inner, max_size=3)),
+    max_leaves=8,
+)
+MESSAGE = st.one_of(
+    ANYTHING,
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system", "tool", ""]), "content": ANYTHING}),
+)
+
+
+@given(messages=st.lists(MESSAGE, max_size=4), kwargs=st.dictionaries(st.text(max_size=8), ANYTHING, max_size=2))
+@settings(max_examples=300)
+def test_any_chat_is_rendered_or_refused(messages: list[Any], kwargs: dict[str, Any]) -> None:
+    with contextlib.suppress(InvalidRequestError):
+        assert isinstance(PLAIN.render_chat(messages, chat_template_kwargs=kwargs), str)
+
+
+PIECES = st.sampled_from(
+    [
+        "{{ messages }}", "{% for m in messages %}", "{% endfor %}", "{% if m.role %}", "{% endif %}", "{{ m.content + 'x' }}",
+        "{{ m ~ 1 }}", "{{ x * 3 }}", "{{ messages[9].y }}", "{% macro f(a) %}", "{% endmacro %}", "{{ f(1) }}", "{{ 1 / 0 }}",
+        "{{ m | tojson }}", "{% set x = messages %}", "{{ loop.index }}", "{% break %}", "{{ x.__class__ }}", "{{ -x }}",
+        "{{ [] | first }}", "{{ raise_exception('no') }}", "{{ 'é' | upper }}", "{{ strftime_now('%Y') }}", "{%", "}}", "{# #}",
+        "{% generation %}", "{% endgeneration %}",
+    ]
+)  # fmt: skip
+
+
+@given(pieces=st.lists(PIECES, max_size=8))
+@settings(max_examples=500)
+def test_any_template_is_rendered_or_refused(pieces: list[str]) -> None:
+    with contextlib.suppress(ConfigError, InvalidRequestError):
+        assert isinstance(render("".join(pieces)), str)
 
 
 def test_messages_are_checked_before_the_template_sees_them() -> None:
