@@ -33,6 +33,8 @@ _VARIABLES = {
     "RAY_enable_metrics_collection": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
+    # Workers are nice by default: on a machine with other work ranks would start after minutes.
+    "RAY_worker_niceness": "0",
 }
 
 
