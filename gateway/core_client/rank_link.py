@@ -44,7 +44,8 @@ class RankLink:
         self._stop_guard: Callable[[], None] = lambda: None
         self._on_ready = on_ready
         self._on_message = on_message
-        self._commands = LoopSocket(context, zmq.ROUTER, self._on_command_frames)
+        # A rank that had to connect again has the name of its old connection, which our side may still take for alive.
+        self._commands = LoopSocket(context, zmq.ROUTER, self._on_command_frames, hands_over=True)
         self._outputs = LoopSocket(context, zmq.PULL, self._on_output_frames)
 
     def start(self, directory: str, index: int, transport: Transport) -> tuple[str, str]:
