@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from cores.testing import make_tiny_model_dir
-from scripts.benchmarks.proxies import PROXIES, find_program, free_ports, running_proxy
+from scripts.benchmarks.proxies import find_program, free_ports, running_proxy
 from scripts.benchmarks.report import machine
 from scripts.benchmarks.servers import running
 
@@ -35,6 +35,13 @@ COST = [
 ]  # slow engines: the machine itself must not be what is measured
 PROMPT, ANSWER = (300, 1.4, 8_000), (60, 0.8, 400)  # median, sigma, longest
 INSIDE = "inside"
+# name: program, and what is replaced in its configuration
+PROXIES: dict[str, tuple[str, dict[str, str]]] = {
+    "nginx": ("nginx", {}),
+    "haproxy": ("haproxy", {}),
+    "envoy": ("envoy", {}),
+    "envoy by load": ("envoy", {"cluster: by_requests": "cluster: by_load"}),
+}
 PERCENTILES = ("mean", "p50", "p90", "p99")
 
 
@@ -72,9 +79,11 @@ def set_up(name: str, model: Path, directory: Path) -> Iterator[str]:
             place = ["--data-parallel-external-lb", "--data-parallel-rank", str(rank), "--port", str(port)]
             command = serve_command(model, *place, "--data-parallel-rpc-port", str(rpc_port))
             stack.enter_context(running(f"endpoint {rank}", command, port))
-        path = find_program(name)
+        program, replacements = PROXIES[name]
+        path = find_program(program)
         assert path is not None
-        yield stack.enter_context(running_proxy(name, path, ports, directory)).url
+        proxy = running_proxy(program, path, ports, directory, free_ports(1)[0], replacements)
+        yield stack.enter_context(proxy).url
 
 
 def measure(url: str, trace: Path) -> dict[str, Any]:
@@ -102,7 +111,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=10.0, metavar="R", help="requests per second (default: 10)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     options = parser.parse_args()
-    names = [INSIDE, *(name for name in PROXIES if find_program(name))]
+    names = [INSIDE, *(name for name, (program, _) in PROXIES.items() if find_program(program))]
     for missing in PROXIES.keys() - names:
         print(f"{missing} is not installed: left out", file=sys.stderr)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
@@ -122,7 +131,7 @@ def main() -> int:
     table = rows(runs)
     for row in table:
         print(
-            f"{row['name']:8}",
+            f"{row['name']:14}",
             "  ".join(f"{key} {value:5} ms" for key, value in row["ttft_ms"].items()),
             row["requests_by_rank"],
         )

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,12 +59,12 @@ class Proxy:
         raise NotImplementedError
 
     def endpoints_up(self) -> set[int]:
-        """The endpoints that the proxy's own active checks find ready."""
+        """The endpoints that get requests, as far as the proxy's own active checks decide."""
         raise NotImplementedError
 
-    def configure(self, endpoint_ports: Sequence[int]) -> None:
+    def configure(self, endpoint_ports: Sequence[int], others: Mapping[str, str]) -> None:
         text = (CONFIGS / self.config_file).read_text()
-        for shipped, ours in self.replacements().items() | self._addresses(endpoint_ports).items():
+        for shipped, ours in (self.replacements() | self._addresses(endpoint_ports) | dict(others)).items():
             assert shipped in text, f"{self.config_file} has no {shipped!r}"
             text = text.replace(shipped, ours)
         self.config_path.write_text(text)
@@ -137,8 +137,8 @@ class HAProxy(Proxy):
             answer = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
         rows = csv.DictReader(answer.removeprefix("# ").splitlines())
         servers = [row for row in rows if row["svname"].startswith("endpoint")]
-        # Before its first check a server is taken for up.
-        return {int(row["svname"][-1]) for row in servers if row["status"].startswith("UP") and row["check_status"] == "L7OK"}
+        # Before its first check a server is taken for up; with a failed one ("UP 1/2") it still is.
+        return {int(row["svname"][-1]) for row in servers if row["status"].startswith("UP") and row["check_status"] != "INI"}
 
 
 class Envoy(Proxy):
@@ -167,7 +167,7 @@ class Envoy(Proxy):
             {
                 self._ports.index(host["address"]["socket_address"]["port_value"])
                 for host in cluster["host_statuses"]
-                if host["health_status"] == {"eds_health_status": "HEALTHY"}
+                if not host["health_status"].get("failed_active_health_check")
             }
             for cluster in clusters
         ]
@@ -178,10 +178,17 @@ PROXIES: dict[str, type[Proxy]] = {proxy.program: proxy for proxy in (Nginx, HAP
 
 
 @contextlib.contextmanager
-def running_proxy(name: str, path: str, endpoint_ports: Sequence[int], directory: Path) -> Iterator[Proxy]:
-    """The program at `path` in front of four ports."""
-    proxy = PROXIES[name](directory, *free_ports(2))
-    proxy.configure(endpoint_ports)
+def running_proxy(
+    name: str,
+    path: str,
+    endpoint_ports: Sequence[int],
+    directory: Path,
+    port: int,
+    replacements: Mapping[str, str] | None = None,
+) -> Iterator[Proxy]:
+    """The program at `path` in front of four ports. It listens on `port`, and may use the next one."""
+    proxy = PROXIES[name](directory, port, port + 1)
+    proxy.configure(endpoint_ports, replacements or {})
     proxy.start(path)
     try:
         yield proxy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -28,13 +28,15 @@ def program() -> Callable[[str], str]:
 
 
 @pytest.fixture
-def start_proxy(program: Callable[[str], str], tmp_path: Path) -> Iterator[Callable[[str, Sequence[int]], Proxy]]:
-    """Starts a proxy by its program's name in front of four ports."""
+def start_proxy(
+    program: Callable[[str], str], port_range: Callable[[int], int], tmp_path: Path
+) -> Iterator[Callable[..., Proxy]]:
+    """Starts a proxy by its program's name in front of four ports, perhaps with something replaced in its configuration."""
     with ExitStack() as stack:
 
-        def start(name: str, endpoint_ports: Sequence[int]) -> Proxy:
+        def start(name: str, endpoint_ports: Sequence[int], replacements: Mapping[str, str] | None = None) -> Proxy:
             path, directory = program(name), tmp_path / name
             directory.mkdir()
-            return stack.enter_context(running_proxy(name, path, endpoint_ports, directory))
+            return stack.enter_context(running_proxy(name, path, endpoint_ports, directory, port_range(2), replacements))
 
         yield start

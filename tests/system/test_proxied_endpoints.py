@@ -74,11 +74,13 @@ def endpoints(tmp_path_factory: pytest.TempPathFactory, port_range: Callable[[in
 
 
 @pytest.fixture(scope="module")
-def proxies(endpoints: Endpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Proxy]]:
+def proxies(
+    endpoints: Endpoints, tmp_path_factory: pytest.TempPathFactory, port_range: Callable[[int], int]
+) -> Iterator[dict[str, Proxy]]:
     """Those that are installed."""
     with ExitStack() as stack:
         yield {
-            name: stack.enter_context(running_proxy(name, path, endpoints.ports, tmp_path_factory.mktemp(name)))
+            name: stack.enter_context(running_proxy(name, path, endpoints.ports, tmp_path_factory.mktemp(name), port_range(2)))
             for name in PROXIES
             if (path := find_program(name)) is not None
         }
