@@ -88,9 +88,11 @@ class PrefixIndex:
     def longest_prefixes(self, keys: Sequence[BlockKey], tokens_per_key: int = 1) -> dict[RankId, int]:
         """How long a beginning of them each rank has, in tokens; ranks that have none of it are left out."""
         lengths: dict[RankId, int] = {}
-        alive, length = self._all_bits, 0
+        alive = last = self._all_bits
+        length = 0
         for holders in map(self._holders.get, keys, repeat(0)):
-            if alive & holders != alive:
+            if holders != last:  # mostly the same ranks have one block of a chat and the next
+                last = holders
                 if length:
                     self._note(alive & ~holders, length, lengths)
                 alive &= holders

@@ -47,6 +47,7 @@ class Bench:
         self._ledger = LoadLedger(self._index)
         self._balancer = LoadBalancer(make_policy(policy, random.Random(seed)), self._ledger)
         self._ranks = [RankId(rank, 1) for rank in range(num_ranks)]
+        self._histories = [self._make_keys(NUM_KEYS // 2) for _ in self._ranks]  # in the cache of each
         self._seqs = [0] * num_ranks  # of the last commands
         self._event_seqs = dict.fromkeys(self._ranks, 1)
         self._in_flight: deque[tuple[int, RankId, RoutingRequest]] = deque()
@@ -56,16 +57,17 @@ class Bench:
         for rank_id in self._ranks:
             self._ledger.add_rank(rank_id, max_num_batched_tokens=8192, max_num_seqs=256)
             if self._index is not None:
-                history = array("Q", self._history(rank_id.rank))
+                history = array("Q", self._histories[rank_id.rank])
                 self._index.on_events(CacheEvents(rank_id, 0, True, history, array("Q")))
         self.run(self._num_to_keep)
 
-    def _history(self, conversation: int) -> range:
-        return range(conversation << 32, (conversation << 32) + NUM_KEYS // 2)
+    def _make_keys(self, number: int) -> tuple[int, ...]:
+        """Hashes, as the real ones are: numbers in a row would meet in the same places of a dictionary."""
+        return tuple(self._rng.getrandbits(64) for _ in range(number))
 
-    def _make_request(self, number: int) -> RoutingRequest:
-        history = self._history(self._rng.randrange(len(self._ranks)))
-        keys = (*history, *range((number << 8) + 1, (number << 8) + 1 + NUM_KEYS - len(history)))
+    def _make_request(self) -> RoutingRequest:
+        history = self._rng.choice(self._histories)
+        keys = (*history, *self._make_keys(NUM_KEYS - len(history)))
         return RoutingRequest(
             num_prompt_tokens=NUM_PROMPT_TOKENS,
             block_keys=keys if self._index is not None else (),
@@ -76,7 +78,7 @@ class Bench:
     def run(self, num_decisions: int) -> None:
         self.decision_ns = self.events_ns = 0
         for _ in range(0, num_decisions, BATCH):
-            requests = [self._make_request(self._handle + i) for i in range(BATCH)]
+            requests = [self._make_request() for _ in range(BATCH)]
             for _ in range(BATCH):
                 self._report(self._rng.choice(self._ranks))
             ending = list(self._in_flight)[:BATCH] if len(self._in_flight) == self._num_to_keep else []
