@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from statistics import median
 
@@ -18,7 +19,7 @@ import psutil
 
 from balancer.simulation.trace import load_trace, spread_buckets
 from gateway.config import DEFAULT_POLICY
-from scripts.benchmarks.servers import end_in_order_on_sigterm, gateway, model_directory
+from scripts.benchmarks.servers import Server, end_in_order_on_sigterm, gateway, model_directory
 from scripts.experiments.common import CONVERSATION, Summary, print_table, seconds
 
 NUM_RANKS, BLOCK_SIZE, NUM_KV_TOKENS, MAX_MODEL_LEN = 4, 16, 500_000, 131_072
@@ -43,9 +44,17 @@ def measure(trace: Path, policy: str, run: int) -> Summary:
     )  # fmt: skip
     with gateway("gateway", model_directory(), *flags) as server:
         psutil.cpu_times_percent()
+        begin_s, used_s = time.monotonic(), cpu_s(server)
         summary = json.loads(_gateway("bench", "--url", f"http://127.0.0.1:{server.port}", "--dataset", str(trace), "--json"))
         idle = psutil.cpu_times_percent().idle
-    return {**summary, "policy": f"live, run {run}", "idle": idle}
+        used = (cpu_s(server) - used_s) / (time.monotonic() - begin_s)
+    return {**summary, "policy": f"live, run {run}", "idle": idle, "used": used}
+
+
+def cpu_s(server: Server) -> float:
+    """Of the front end, the engines and the launcher."""
+    root = psutil.Process(server.process.pid)
+    return sum(sum(process.cpu_times()[:2]) for process in (root, *root.children(recursive=True)))
 
 
 def _gateway(*words: str) -> str:
@@ -58,7 +67,7 @@ def middle(runs: list[Summary]) -> Summary:
     ttft_ms, e2e_ms = (
         {share: median(run[key][share] for run in runs) for share in runs[0][key]} for key in ("ttft_ms", "e2e_ms")
     )
-    merged = {key: median(run[key] for run in runs) for key in ("requests", "errors", "idle")}
+    merged = {key: median(run[key] for run in runs) for key in ("requests", "errors", "idle", "used")}
     return {**merged, "policy": "live, median", "ttft_ms": ttft_ms, "e2e_ms": e2e_ms}
 
 
@@ -91,6 +100,7 @@ def main() -> int:
         *((f"TTFT {share}, s", seconds("ttft_ms", share)) for share in ("mean", "p50", "p90", "p99")),
         *((f"end to end {share}, s", seconds("e2e_ms", share)) for share in ("p50", "p90")),
         ("CPU idle", lambda summary: f"{summary['idle']:.0f} %" if "idle" in summary else "–"),
+        ("cores that the server used", lambda summary: f"{summary['used']:.2f}" if "used" in summary else "–"),
     ]
     print_table([expected, *runs, seen], columns, head=f"{args.policy}, {NUM_RANKS} ranks, {args.minutes:g} minutes")
     ratios = {share: seen["ttft_ms"][share] / expected["ttft_ms"][share] for share in ("p50", "p90", "p99")}

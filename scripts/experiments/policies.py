@@ -11,6 +11,8 @@ LOADS = {CONVERSATION: (0.70, 0.85, 0.95), AZURE: (0.70, 0.85)}
 def main() -> None:
     options = parse_options(__doc__)
     for name, loads in LOADS.items():
+        if not (options.traces / name).is_file():
+            continue
         scenario = make_scenario(options, name)
         for load in loads:
             print(f"{name}, load {load:.2f}: {load * scenario.capacity_per_s:.2f} requests/s\n")
