@@ -62,7 +62,7 @@ class Case:
 
 def parse_options(description: str | None, default_seeds: int = 5) -> Options:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--traces", type=Path, required=True, metavar="DIR", help=f"holds {CONVERSATION} and {AZURE}, or one of them")
+    parser.add_argument("--traces", type=Path, required=True, metavar="DIR", help=f"holds {CONVERSATION} and {AZURE}, or one")
     parser.add_argument(
         "--seeds", type=int, default=default_seeds, metavar="N", help="medians of so many runs (default: %(default)s)"
     )
