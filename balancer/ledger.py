@@ -271,6 +271,11 @@ class LoadLedger:
         account = self._accounts.get(rank_id)
         return 0 if account is None else account.num_booked_tokens
 
+    def num_booked(self, rank_id: RankId) -> int:
+        """Our live requests there; 0 for a rank that is not there."""
+        account = self._accounts.get(rank_id)
+        return 0 if account is None else len(account.live)
+
     @property
     def num_unreported_tokens(self) -> int:
         """Prompt tokens of our live requests that no report contains."""

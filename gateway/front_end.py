@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import logging
 import os
@@ -35,7 +34,7 @@ from gateway.config import ConfigError, GatewayConfig
 from gateway.core_client import AsyncMPClient
 from gateway.core_client.base import FrontEndPlace
 from gateway.errors import GatewayError
-from gateway.front_end_board import PUBLISH_INTERVAL_S, FrontEndBoard, Report
+from gateway.front_end_board import PUBLISH_INTERVAL_S, FrontEndBoard
 from gateway.group_settings import GroupSettings, GroupStore
 from gateway.lora_store import SharedLoraStore
 from gateway.server.app import RunningServer, run_server
@@ -164,11 +163,7 @@ class FrontEnd:
             llm.refresh_admission()
             if now - published_s >= PUBLISH_INTERVAL_S:
                 published_s = now
-                snapshot = dataclasses.replace(llm.status(), events=())  # they have a log that is everybody's
-                report = Report(now, snapshot, self.state.metrics.to_plain(), self.state.num_in_flight)
-                # In a thread: replacing a file makes some file systems write it out at once, which held up every stream for
-                # milliseconds four times a second.
-                await asyncio.to_thread(self.board.publish, report)
+                await self.state.publish(self.state.own_report())
             await asyncio.sleep(PUBLISH_INTERVAL_S if self.config.server.api_server_count == 1 else SLOT_INTERVAL_S)
 
     def _tell_launcher(self, cause: str) -> None:

@@ -1,7 +1,8 @@
 """What the front ends of one endpoint tell each other, so that any of them can answer for all: a file each.
 
-A front end replaces its file four times a second. Files, because they outlive the process that wrote them: one that starts anew
-adds what its predecessors had counted, so no counter goes back, and one that is stopped is seen, with the age of its last word.
+A front end replaces its file four times a second, and before it answers a scrape: what one has shown, the next one knows. Files
+outlive the process that wrote them: one that starts anew adds what its predecessors had counted, so no counter goes back, and
+one that is stopped is seen, with the age of its last word.
 """
 
 from __future__ import annotations
@@ -17,16 +18,13 @@ from pathlib import Path
 import msgspec
 
 from gateway.metrics import PlainHistograms
-from gateway.status import LoraStatus, RankStatus, StatusSnapshot, Totals
+from gateway.status import LifeCounters, LoraStatus, RankStatus, StatusSnapshot, Totals, sum_of_lives
 
 logger = logging.getLogger(__name__)
 
 PUBLISH_INTERVAL_S = 0.25
 
 _SHARES = ("requests_total", "requests_moved_away", "requests_moved_in")  # of a rank: every front end counts its own
-_LIFETIME = (  # of a rank: every front end that was there sees the same
-    "prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "preemptions", "deaths",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +37,26 @@ class Report:
     server_load: int = 0  # inference requests that its HTTP server has
 
 
+@dataclass(frozen=True, slots=True)
+class _File:
+    """Both in one, so that a reader never counts twice what has just become the past."""
+
+    last: Report | None  # of the living front end
+    past: Report | None  # of its predecessors, together
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """What was read of the board at one moment."""
+
+    others: tuple[Report, ...] = ()  # the last word of each other front end
+    past: tuple[Report, ...] = ()  # what front ends that are gone had counted
+
+    @property
+    def all(self) -> tuple[Report, ...]:
+        return self.others + self.past
+
+
 class FrontEndBoard:
     """The files of one endpoint's front ends. `index` is ours."""
 
@@ -46,20 +64,27 @@ class FrontEndBoard:
         self._directory = directory
         self._index = index
         self._count = count
+        self._past: Report | None = None
+        self._published_s = 0.0
         self._can_write = True
 
     def open(self) -> None:
         """What our predecessors counted becomes the past."""
-        last = self._read(self._current(self._index))
-        if last is not None:
-            past = self._read(self._past(self._index))
-            self._write(self._past(self._index), last if past is None else _sum_of_lives(past, last))
-            self._current(self._index).unlink()
+        file = self._read(self._index)
+        if file is None:
+            return
+        past = [report for report in (file.past, file.last) if report is not None]
+        self._past = _sum_of_lives(*past) if len(past) == 2 else past[0]
+        self._write(None)
 
     def publish(self, report: Report) -> bool:
-        """False when it cannot be written, to a full disk say: the others see how old our last word is, and serving goes on."""
+        """One that is older than the last is dropped. False when it cannot be written, to a full disk say: the others see how
+        old our last word is, and serving goes on."""
+        if report.at_s < self._published_s:
+            return True
         try:
-            self._write(self._current(self._index), report)
+            self._write(report)
+            self._published_s = report.at_s
         except OSError as error:
             if self._can_write:  # said once, not four times a second
                 logger.error("the other front ends do not hear of this one: %s", error)
@@ -68,59 +93,59 @@ class FrontEndBoard:
             self._can_write = True
         return self._can_write
 
-    def others(self) -> list[Report]:
-        """The last word of each other front end."""
-        return self._read_all(self._current(i) for i in range(self._count) if i != self._index)
+    def read(self) -> Posted:
+        files = [file for i in range(self._count) if i != self._index and (file := self._read(i)) is not None]
+        pasts = [self._past, *(file.past for file in files)]
+        return Posted(
+            others=tuple(file.last for file in files if file.last is not None),
+            past=tuple(past for past in pasts if past is not None),
+        )
 
-    def past(self) -> list[Report]:
-        """What front ends that are gone had counted."""
-        return self._read_all(self._past(i) for i in range(self._count))
-
-    def _current(self, index: int) -> Path:
+    def _path(self, index: int) -> Path:
         return self._directory / f"front-end-{index}.json"
 
-    def _past(self, index: int) -> Path:
-        return self._directory / f"front-end-{index}.past.json"
-
-    def _read_all(self, paths: Iterable[Path]) -> list[Report]:
-        return [report for path in paths if (report := self._read(path)) is not None]
-
-    def _read(self, path: Path) -> Report | None:
+    def _read(self, index: int) -> _File | None:
         with contextlib.suppress(FileNotFoundError, msgspec.ValidationError, msgspec.DecodeError):
-            return msgspec.json.decode(path.read_bytes(), type=Report)
+            return msgspec.json.decode(self._path(index).read_bytes(), type=_File)
         return None
 
-    def _write(self, path: Path, report: Report) -> None:
+    def _write(self, report: Report | None) -> None:
+        path = self._path(self._index)
         temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_bytes(msgspec.json.encode(report))
+        temporary.write_bytes(msgspec.json.encode(_File(report, self._past)))
         temporary.replace(path)  # a reader sees the old or the new, never half
 
 
-def whole_endpoint(own: StatusSnapshot, others: Sequence[Report], past: Sequence[Report], now: float) -> StatusSnapshot:
+def whole_endpoint(own: StatusSnapshot, posted: Posted, now: float) -> StatusSnapshot:
     """The endpoint as all its front ends see it together. The ranks' states are ours: everybody is told the same. So are the
     events: all front ends write into one log."""
     front_ends = list(own.front_ends)
-    for report in others:
-        age_s = round(now - report.at_s, 3)
+    for report in posted.others:
+        age_s = round(max(0.0, now - report.at_s), 3)
         front_ends += [dataclasses.replace(front_end, age_s=age_s) for front_end in report.snapshot.front_ends]
-    counted = [report.snapshot for report in (*others, *past)]
+    counted = [report.snapshot for report in posted.all]
     return dataclasses.replace(
         own,
         front_ends=tuple(sorted(front_ends, key=lambda front_end: front_end.index)),
         totals=_sum_of_totals([own.totals, *(snapshot.totals for snapshot in counted)]),
-        ranks=tuple(_whole_rank(rank, others, counted) for rank in own.ranks),
-        loras=_sum_of_loras([own, *(report.snapshot for report in others)]),
+        ranks=tuple(_whole_rank(rank, posted.others, counted) for rank in own.ranks),
+        loras=_sum_of_loras([own, *(report.snapshot for report in posted.others)]),
     )
 
 
 def _whole_rank(own: RankStatus, others: Sequence[Report], counted: Sequence[StatusSnapshot]) -> RankStatus:
     living = [rank for report in others for rank in report.snapshot.ranks if rank.rank == own.rank]
     everybody = [own, *(rank for snapshot in counted for rank in snapshot.ranks if rank.rank == own.rank)]
+    lives: dict[int, LifeCounters] = {}
+    for epoch, life in (item for rank in everybody for item in rank.lives.items()):
+        lives[epoch] = lives.get(epoch, life).join(life)
     return dataclasses.replace(
         own,
         ledger_tokens=own.ledger_tokens + sum(rank.ledger_tokens for rank in living),
+        ledger_requests=own.ledger_requests + sum(rank.ledger_requests for rank in living),
+        lives=lives,
+        **sum_of_lives(lives.values()),
         **{name: sum(getattr(rank, name) for rank in everybody) for name in _SHARES},
-        **{name: max(getattr(rank, name) for rank in everybody) for name in _LIFETIME},
     )
 
 
@@ -140,7 +165,7 @@ def _sum_of_totals(totals: Sequence[Totals]) -> Totals:
 
 def _sum_of_lives(past: Report, last: Report) -> Report:
     """Two lives of one front end, as one."""
-    snapshot = whole_endpoint(last.snapshot, [], [past], last.at_s)
+    snapshot = whole_endpoint(last.snapshot, Posted(past=(past,)), last.at_s)
     return Report(last.at_s, snapshot, sum_of_histograms([past.histograms, last.histograms]))
 
 

@@ -22,6 +22,7 @@ from gateway.status import FrontEndStatus, RankStatus, StatusSnapshot, Totals
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 SERVING_STATES = frozenset({"ready", "suspect"})
+RANK_STATES = ("starting", "ready", "suspect", "stalled", "draining", "paused", "sleeping", "dead", "restarting")
 
 
 def one_two_five(low: float, high: float) -> tuple[float, ...]:
@@ -67,6 +68,8 @@ class RankHistograms:
         self.inter_token_latency = Histogram(one_two_five(0.001, 50))
         self.e2e_latency = Histogram(one_two_five(0.01, 5000))
         self.queue_time = Histogram(one_two_five(0.001, 500))
+        self.prefill_time = Histogram(one_two_five(0.001, 500))
+        self.decode_time = Histogram(one_two_five(0.01, 5000))
         self.prompt_tokens = Histogram(one_two_five(1, 1_000_000))
         self.generation_tokens = Histogram(one_two_five(1, 1_000_000))
         self.finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
@@ -108,6 +111,8 @@ class RequestMetrics(StatLogger):
         if request.first_token_s is None or request.last_token_s is None:
             return
         histograms.queue_time.observe(request.queued_s)
+        histograms.prefill_time.observe(max(0.0, request.first_token_s - request.arrival_s - request.queued_s))
+        histograms.decode_time.observe(request.last_token_s - request.first_token_s)
         histograms.e2e_latency.observe(request.last_token_s - request.arrival_s)
         histograms.prompt_tokens.observe(request.num_prompt_tokens)
         histograms.generation_tokens.observe(request.num_generation_tokens)
@@ -128,7 +133,8 @@ class RequestMetrics(StatLogger):
         """The text of one scrape. `now` is Unix time, for what is said in that."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Scrape(self, snapshot, prefix, now))
-        ProcessCollector(registry=registry)
+        if len(snapshot.front_ends) <= 1:  # of several processes, each scrape would show another one's
+            ProcessCollector(registry=registry)
         return generate_latest(registry)
 
 
@@ -154,6 +160,11 @@ _RANK_ROWS = (
     _Row("rank_up", "1 while the rank takes requests.", GaugeMetricFamily, lambda r: r.state in SERVING_STATES),
     _Row("rank_queued_tokens", "Prompt tokens still to be computed.", GaugeMetricFamily, lambda r: r.queued_tokens),
     _Row("rank_ledger_tokens", "Tokens booked on the rank here.", GaugeMetricFamily, lambda r: r.ledger_tokens),
+    _Row("rank_ledger_requests", "Sequences booked on the rank here.", GaugeMetricFamily, lambda r: r.ledger_requests),
+    _Row(
+        "rank_ledger_difference_requests", "Sequences booked here and not in the rank's report.", GaugeMetricFamily,
+        lambda r: r.ledger_requests - r.running - r.waiting,
+    ),
     _Row("rank_step_seconds", "Time of one engine step (EWMA).", GaugeMetricFamily, lambda r: r.step_ms / 1e3),
     _Row("rank_last_seen_seconds", "Since the rank's last sign of life.", GaugeMetricFamily, lambda r: r.last_seen_s),
     _Row(
@@ -164,12 +175,14 @@ _RANK_ROWS = (
     _Row("rank_requests_moved_away", "Requests taken over by others.", CounterMetricFamily, lambda r: r.requests_moved_away),
     _Row("rank_requests_moved_in", "Requests taken over from others.", CounterMetricFamily, lambda r: r.requests_moved_in),
     _Row("rank_deaths", "Deaths of the rank.", CounterMetricFamily, lambda r: r.deaths),
+    _Row("rank_stalls", "Times the rank had work and made no step.", CounterMetricFamily, lambda r: r.stalls),
     _Row("rank_restarts", "Restarts of the rank.", CounterMetricFamily, lambda r: r.restarts),
 )  # fmt: skip
 
 _FRONT_END_ROWS = (
     _Row("front_end_requests_in_flight", "Requests accepted and not ended.", GaugeMetricFamily, lambda f: f.in_flight),
     _Row("front_end_requests_queued", "Requests not yet sent to a rank.", GaugeMetricFamily, lambda f: f.queued),
+    _Row("front_end_last_seen_seconds", "Since its last word to the others.", GaugeMetricFamily, lambda f: f.age_s),
     _Row(
         "front_end_event_loop_lag_seconds", "How late the event loop is.", GaugeMetricFamily,
         lambda f: f.event_loop_lag_ms / 1e3,
@@ -190,6 +203,8 @@ _HISTOGRAM_ROWS = (
     ("inter_token_latency_seconds", "Between two tokens of a sequence.", "inter_token_latency"),
     ("e2e_request_latency_seconds", "From arrival to the last token.", "e2e_latency"),
     ("request_queue_time_seconds", "Waiting in the engine before the first step.", "queue_time"),
+    ("request_prefill_time_seconds", "From the first step to the first token.", "prefill_time"),
+    ("request_decode_time_seconds", "From the first token to the last.", "decode_time"),
     ("request_prompt_tokens", "Prompt tokens per request.", "prompt_tokens"),
     ("request_generation_tokens", "Generated tokens per request.", "generation_tokens"),
 )
@@ -207,6 +222,7 @@ class _Scrape(Collector):
     def collect(self) -> Iterator[Metric]:
         snapshot = self._snapshot
         yield from self._rows(_RANK_ROWS, "engine", [(str(rank.rank), rank) for rank in snapshot.ranks])
+        yield self._rank_states()
         yield from self._rows(_FRONT_END_ROWS, "front_end", [(str(f.index), f) for f in snapshot.front_ends])
         yield from self._rows(_TOTAL_ROWS, None, [("", snapshot.totals)])
         if snapshot.max_loras:
@@ -219,6 +235,15 @@ class _Scrape(Collector):
             for reason, count in histograms.finished.items():
                 success.add_metric([engine, snapshot.model, reason], count)
         yield success
+
+    def _rank_states(self) -> Metric:
+        states = GaugeMetricFamily(
+            f"{self._prefix}rank_state", "1 for the state that the rank is in.", labels=["engine", "model_name", "state"]
+        )
+        for rank in self._snapshot.ranks:
+            for state in RANK_STATES:
+                states.add_metric([str(rank.rank), self._snapshot.model, state], float(rank.state == state))
+        return states
 
     def _loras(self) -> Metric:
         """vLLM's: names in labels, and the time as value. Routers that look for an adapter read it."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -15,6 +16,29 @@ class FrontEndStatus:
     queued: int = 0
     event_loop_lag_ms: float = 0.0
     age_s: float = 0.0  # of this row: another front end's last word may be old
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LifeCounters:
+    """What happened in one life of a rank. Every front end that is there sees the same, more or less of it."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    preemptions: int = 0
+    stalls: int = 0
+    deaths: int = 0  # 1 if it has ended, and not by an operator's order
+
+    def join(self, other: LifeCounters) -> LifeCounters:
+        """What two front ends have seen of the same life, or one of them earlier and later."""
+        return LifeCounters(**{f.name: max(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self)})
+
+
+def sum_of_lives(lives: Iterable[LifeCounters]) -> dict[str, int]:
+    """By the names that a rank's status has for them, too."""
+    known = list(lives)
+    return {f.name: sum(getattr(life, f.name) for life in known) for f in dataclasses.fields(LifeCounters)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +63,7 @@ class RankStatus:
     last_seen_s: float | None = None  # since any message of the rank
     signal_age_ms: float | None = None  # since its last load report
     ledger_tokens: int = 0  # what this front end has booked on it
+    ledger_requests: int = 0  # the same in sequences
     restarts: int = 0
     requests_total: int = 0
     requests_moved_away: int = 0
@@ -52,7 +77,9 @@ class RankStatus:
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     preemptions: int = 0
+    stalls: int = 0
     deaths: int = 0
+    lives: dict[int, LifeCounters] = field(default_factory=dict)  # these counters by epoch; not in the document
     max_num_seqs: int = 0  # that can run at a time; 0: not known yet
     num_kv_blocks: int = 0
     restart_pending: bool = False  # dead, but another life is coming
@@ -116,7 +143,10 @@ class StatusSnapshot:
 
     def to_document(self) -> dict[str, Any]:
         """JSON-able, with the public names."""
-        return dataclasses.asdict(self)
+        document = dataclasses.asdict(self)
+        for rank in document["ranks"]:
+            del rank["lives"]
+        return document
 
     @property
     def num_healthy_ranks(self) -> int:

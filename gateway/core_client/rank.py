@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 
 from balancer.rank_health import RankHealth
 from cores.messages import EngineReady, RankId, RankLoad, SchedulerStats
-from gateway.status import RankStatus
+from gateway.status import LifeCounters, RankStatus, sum_of_lives
 
 MIN_RATE_INTERVAL_S = 0.4  # a heartbeat comes every 0.5 s, more or less
 
@@ -45,7 +44,22 @@ class RankLife:
     load_at_s: float | None = None
     weight_version: int = 0
     stats: SchedulerStats = field(default_factory=SchedulerStats)
+    num_stalls: int = 0
+    has_died: bool = False  # and not by an operator's order
     missing_loras: dict[str, str] = field(default_factory=dict)  # adapters that it should have and could not load: why, by name
+
+    @property
+    def counters(self) -> LifeCounters:
+        stats = self.stats
+        return LifeCounters(
+            prompt_tokens=stats.num_prompt_tokens,
+            generation_tokens=stats.num_generation_tokens,
+            prefix_cache_queries=stats.prefix_cache_queries,
+            prefix_cache_hits=stats.prefix_cache_hits,
+            preemptions=stats.num_preemptions,
+            stalls=self.num_stalls,
+            deaths=int(self.has_died),
+        )
 
 
 @dataclass(slots=True)
@@ -58,15 +72,14 @@ class Rank:
     requests_total: int = 0
     requests_moved_away: int = 0
     requests_moved_in: int = 0
-    deaths: int = 0
     death_cause: str | None = None
     last_death_s: float | None = None
-    past_stats: SchedulerStats = field(default_factory=SchedulerStats)  # of the lives before
+    past_lives: dict[int, LifeCounters] = field(default_factory=dict)  # by epoch
     prompt_rate: RateMeter = field(default_factory=RateMeter)
     generation_rate: RateMeter = field(default_factory=RateMeter)
 
     def begin_life(self, life: RankLife) -> None:
-        self.past_stats = self.stats
+        self.past_lives = self.lives
         self.life = life
 
     def on_stats(self, stats: SchedulerStats, now: float) -> None:
@@ -76,18 +89,17 @@ class Rank:
 
     def on_death(self, cause: str, now: float) -> None:
         if not self.life.is_leaving:
-            self.deaths += 1
+            self.life.has_died = True
             self.death_cause, self.last_death_s = cause, now
         self.prompt_rate, self.generation_rate = RateMeter(), RateMeter()
 
     @property
-    def stats(self) -> SchedulerStats:
-        """Since the endpoint's start."""
-        past, present = dataclasses.astuple(self.past_stats), dataclasses.astuple(self.life.stats)
-        return SchedulerStats(*(a + b for a, b in zip(past, present, strict=True)))
+    def lives(self) -> dict[int, LifeCounters]:
+        """As far as this front end has seen them."""
+        return self.past_lives | {self.life.rank_id.epoch: self.life.counters}
 
-    def status(self, now: float, ledger_tokens: int) -> RankStatus:
-        life, stats, lifetime = self.life, self.life.stats, self.stats
+    def status(self, now: float, ledger_tokens: int, ledger_requests: int = 0) -> RankStatus:
+        life, stats, lives = self.life, self.life.stats, self.lives
         alive = self.life.health.is_serving
         load = life.load if alive else RankLoad()
         return RankStatus(
@@ -110,6 +122,7 @@ class Rank:
             last_seen_s=None if life.ready is None else round(life.health.last_seen_s(now), 3),
             signal_age_ms=None if life.load_at_s is None or not alive else round(1000 * (now - life.load_at_s), 1),
             ledger_tokens=ledger_tokens,
+            ledger_requests=ledger_requests,
             restarts=self.restarts,
             requests_total=self.requests_total,
             requests_moved_away=self.requests_moved_away,
@@ -117,12 +130,8 @@ class Rank:
             last_death_s_ago=None if self.last_death_s is None else round(now - self.last_death_s, 3),
             death_cause=self.death_cause,
             weight_version=life.weight_version,
-            prompt_tokens=lifetime.num_prompt_tokens,
-            generation_tokens=lifetime.num_generation_tokens,
-            prefix_cache_queries=lifetime.prefix_cache_queries,
-            prefix_cache_hits=lifetime.prefix_cache_hits,
-            preemptions=lifetime.num_preemptions,
-            deaths=self.deaths,
+            **sum_of_lives(lives.values()),
+            lives=lives,
             max_num_seqs=life.ready.max_num_seqs if life.ready else 0,
             num_kv_blocks=life.ready.num_kv_blocks if life.ready else 0,
             restart_pending=self.restart_pending,

@@ -63,6 +63,7 @@ class Ranks:
         self._read_all = read_all
         self._on_serving = on_serving
         self._ranks = {rank: Rank(self._new_life(m.RankId(rank, 0))) for rank in config.parallel.ranks}
+        self._removed: dict[int, Rank] = {}  # a rank that gets their number counts on
         self._last_eligible: set[m.RankId] = set()
         self._early: dict[
             int, tuple[bytes, m.EngineReady]
@@ -235,7 +236,7 @@ class Ranks:
     def _note_membership(self, numbers: set[int], now: float) -> None:
         """An operator has added ranks, or removed some."""
         for number in numbers - self._ranks.keys():
-            self._ranks[number] = Rank(self._new_life(m.RankId(number, 0)))
+            self._add(number)
             self.events.add("scale", number, "added", now)
             if number in self._early:
                 self.on_engine_ready(*self._early.pop(number))
@@ -244,8 +245,16 @@ class Ranks:
             life.is_leaving = True
             self._read_all()
             self.declare_dead(life.rank_id, "removed by an operator", tell_launcher=False)
-            del self._ranks[number]
+            self._removed[number] = self._ranks.pop(number)
             self.events.add("scale", number, "removed", now)
+
+    def _add(self, number: int) -> None:
+        before, life = self._removed.pop(number, None), self._new_life(m.RankId(number, 0))
+        if before is None:
+            self._ranks[number] = Rank(life)
+        else:
+            before.begin_life(life)
+            self._ranks[number] = before
 
     def tell_idle(self) -> None:
         """Tells the launcher, once, which of the draining ranks have nothing of ours any more."""
@@ -298,6 +307,7 @@ class Ranks:
             logger.warning("%s is suspect: nothing heard for %.1f s", life.rank_id, silent_s)
             self._tell_launcher(m.RankSuspected(life.rank_id, silent_s))
         elif state is RankState.STALLED:
+            life.num_stalls += 1
             text = f"stalled: it has work and made no step for {life.health.last_progress_s(now):.1f} s"
             logger.warning("%s %s", life.rank_id, text)
             self.events.add("stall", life.rank_id.rank, f"epoch {life.rank_id.epoch} {text}", now, life.rank_id.epoch)
@@ -355,4 +365,6 @@ class Ranks:
         return tuple((life.rank_id, life.health.state.value, life.load) for life in self.lives)
 
     def statuses(self, now: float) -> list[RankStatus]:
-        return [rank.status(now, self._ledger.booked_tokens(rank.life.rank_id)) for rank in self]
+        ledger = self._ledger
+        ids = [(rank, rank.life.rank_id) for rank in self]
+        return [rank.status(now, ledger.booked_tokens(id_), ledger.num_booked(id_)) for rank, id_ in ids]

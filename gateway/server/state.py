@@ -13,7 +13,7 @@ from aiohttp import web
 from gateway.config import GatewayConfig
 from gateway.engine_client import EngineClient
 from gateway.errors import InvalidRequestError, OverloadedError
-from gateway.front_end_board import FrontEndBoard, whole_endpoint
+from gateway.front_end_board import FrontEndBoard, Posted, Report, whole_endpoint
 from gateway.metrics import RequestMetrics
 from gateway.server.auth import KeyRing
 from gateway.server.orca import OrcaReports
@@ -36,6 +36,7 @@ class ServerState:
     num_in_flight: int = 0  # inference requests of this server
     busy_connections: set[asyncio.BaseProtocol] = field(default_factory=set)  # those with a request under way
     started_s: float = field(default_factory=time.monotonic)
+    _publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     keys: KeyRing = field(init=False)
     orca: OrcaReports = field(init=False)
 
@@ -51,23 +52,38 @@ class ServerState:
 
     def status(self) -> StatusSnapshot:
         """Of the endpoint: all its front ends together."""
-        own = self._own_status()
-        if self.is_leaving:
-            own = replace(own, state="draining")
-        if self.board is None:
-            return own
-        return whole_endpoint(own, self.board.others(), self.board.past(), time.monotonic())
+        return self._whole(self._own_status(), self._posted(), time.monotonic())
 
-    def request_metrics(self) -> RequestMetrics:
-        """Of the endpoint."""
-        if self.board is None:
-            return self.metrics
-        return self.metrics.plus(report.histograms for report in (*self.board.others(), *self.board.past()))
+    def own_report(self) -> Report:
+        """Of this front end alone. Without events: the others have a log that is everybody's."""
+        snapshot = replace(self._own_status(), events=())
+        return Report(time.monotonic(), snapshot, self.metrics.to_plain(), self.num_in_flight)
+
+    async def publish(self, report: Report) -> None:
+        """In a thread: replacing a file makes some file systems write it out at once, which held up every stream for
+        milliseconds four times a second."""
+        if self.board is not None:
+            async with self._publishing:
+                await asyncio.to_thread(self.board.publish, report)
+
+    def exposition(self, own: Report) -> bytes:
+        """The endpoint's `/metrics`, if this is what we know ourselves."""
+        posted = self._posted()
+        requests = RequestMetrics().plus(report.histograms for report in (own, *posted.all))
+        snapshot = self._whole(own.snapshot, posted, own.at_s)
+        return requests.render(snapshot, self.config.server.metrics_prefix, time.time())
 
     def server_load(self) -> int:
         """Inference requests under way, at all front ends."""
-        others = [] if self.board is None else self.board.others()
-        return self.num_in_flight + sum(report.server_load for report in others)
+        return self.num_in_flight + sum(report.server_load for report in self._posted().others)
+
+    def _whole(self, own: StatusSnapshot, posted: Posted, now: float) -> StatusSnapshot:
+        if self.is_leaving:
+            own = replace(own, state="draining")
+        return own if self.board is None else whole_endpoint(own, posted, now)
+
+    def _posted(self) -> Posted:
+        return Posted() if self.board is None else self.board.read()
 
     def _own_status(self) -> StatusSnapshot:
         if self.engine is not None:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from gateway.front_end_board import FrontEndBoard, Report, whole_endpoint
+from gateway.front_end_board import FrontEndBoard, Posted, Report, whole_endpoint
 from gateway.metrics import RequestMetrics
 from gateway.output_processor import TokenTimes
-from gateway.status import FrontEndStatus, LoraStatus, RankStatus, StatusSnapshot, Totals
+from gateway.status import FrontEndStatus, LifeCounters, LoraStatus, RankStatus, StatusSnapshot, Totals, sum_of_lives
 
 
-def make_snapshot(index: int, requests: int, **rank: int) -> StatusSnapshot:
+def make_snapshot(index: int, requests: int, lives: dict[int, LifeCounters] | None = None, **rank: int) -> StatusSnapshot:
+    lives = lives or {}
     return StatusSnapshot(
         version="1",
         mode="AsyncMPClient",
@@ -21,7 +22,7 @@ def make_snapshot(index: int, requests: int, **rank: int) -> StatusSnapshot:
         uptime_s=1.0,
         state="ready",
         front_ends=(FrontEndStatus(index=index, pid=100 + index, in_flight=requests),),
-        ranks=(RankStatus(rank=0, epoch=1, state="ready", waiting=7, **rank),),
+        ranks=(RankStatus(rank=0, epoch=1, state="ready", waiting=7, lives=lives, **sum_of_lives(lives.values()), **rank),),
         totals=Totals(requests=requests, generation_tokens=10 * requests),
     )
 
@@ -40,16 +41,18 @@ def test_any_front_end_answers_for_all(tmp_path: Path) -> None:
     boards = [FrontEndBoard(tmp_path, index, 2) for index in range(2)]
     for board in boards:
         board.open()
-    other = make_snapshot(1, 5, requests_total=5, ledger_tokens=50, generation_tokens=90)
+    lives = {1: LifeCounters(generation_tokens=60, deaths=1), 2: LifeCounters(generation_tokens=30)}
+    other = make_snapshot(1, 5, lives, requests_total=5, ledger_tokens=50, ledger_requests=2)
     boards[1].publish(Report(10.0, other, make_metrics(0.1, 0.2).to_plain()))
-    own = make_snapshot(0, 3, requests_total=3, ledger_tokens=30, generation_tokens=100)
-    whole = whole_endpoint(own, boards[0].others(), boards[0].past(), now=12.0)
+    own = make_snapshot(0, 3, {2: LifeCounters(generation_tokens=40)}, requests_total=3, ledger_tokens=30, ledger_requests=1)
+    whole = whole_endpoint(own, boards[0].read(), now=12.0)
     assert [(f.index, f.in_flight, f.age_s) for f in whole.front_ends] == [(0, 3, 0.0), (1, 5, 2.0)]
     assert (whole.totals.requests, whole.totals.generation_tokens) == (8, 80)
     (rank,) = whole.ranks
-    assert (rank.requests_total, rank.ledger_tokens) == (8, 80)  # each counts its own
-    assert (rank.waiting, rank.generation_tokens) == (7, 100)  # everybody is told the same
-    metrics = make_metrics(0.3).plus(report.histograms for report in boards[0].others())
+    assert (rank.requests_total, rank.ledger_tokens, rank.ledger_requests) == (8, 80, 3)  # each counts its own
+    assert rank.waiting == 7  # everybody is told the same
+    assert (rank.generation_tokens, rank.deaths) == (100, 1)  # of each life what its best witness saw
+    metrics = make_metrics(0.3).plus(report.histograms for report in boards[0].read().all)
     assert num_first_tokens(metrics) == 3
 
 
@@ -57,16 +60,34 @@ def test_counters_go_on_where_the_predecessors_stopped(tmp_path: Path) -> None:
     for life in range(3):
         board = FrontEndBoard(tmp_path, 0, 1)
         board.open()
-        snapshot = make_snapshot(0, 4, requests_total=4, ledger_tokens=9, deaths=life)
+        # Each of them sees another life of the rank.
+        snapshot = make_snapshot(0, 4, {life: LifeCounters(prompt_tokens=10, deaths=1)}, requests_total=4, ledger_tokens=9)
         metrics = make_metrics(0.1)
-        whole = whole_endpoint(snapshot, board.others(), board.past(), now=1.0)
+        whole = whole_endpoint(snapshot, board.read(), now=1.0)
         assert whole.totals.requests == 4 * (life + 1)
         assert whole.ranks[0].requests_total == 4 * (life + 1)
         assert whole.ranks[0].ledger_tokens == 9  # what the dead had booked is gone with them
-        assert whole.ranks[0].deaths == life
+        assert (whole.ranks[0].deaths, whole.ranks[0].prompt_tokens) == (life + 1, 10 * (life + 1))
         assert len(whole.front_ends) == 1
-        assert num_first_tokens(metrics.plus(r.histograms for r in board.past())) == life + 1
+        assert num_first_tokens(metrics.plus(r.histograms for r in board.read().all)) == life + 1
         board.publish(Report(1.0, snapshot, metrics.to_plain()))
+
+
+def test_what_becomes_the_past_is_never_counted_twice_nor_missed(tmp_path: Path) -> None:
+    reader, writer = FrontEndBoard(tmp_path, 0, 2), FrontEndBoard(tmp_path, 1, 2)
+    writer.open()
+    writer.publish(Report(1.0, make_snapshot(1, 6)))
+    own = make_snapshot(0, 1)
+    for _ in range(3):  # lives that end before their first word
+        FrontEndBoard(tmp_path, 1, 2).open()
+        assert whole_endpoint(own, reader.read(), now=2.0).totals.requests == 7
+
+
+def test_an_older_report_does_not_replace_a_newer_one(tmp_path: Path) -> None:
+    reader, writer = FrontEndBoard(tmp_path, 0, 2), FrontEndBoard(tmp_path, 1, 2)
+    writer.publish(Report(2.0, make_snapshot(1, 6)))
+    assert writer.publish(Report(1.0, make_snapshot(1, 5)))
+    assert [report.at_s for report in reader.read().others] == [2.0]
 
 
 def test_a_disk_that_takes_nothing_costs_the_others_our_numbers_and_is_reported_once(
@@ -84,7 +105,7 @@ def test_a_disk_that_takes_nothing_costs_the_others_our_numbers_and_is_reported_
 def test_a_broken_file_is_nobody(tmp_path: Path) -> None:
     board = FrontEndBoard(tmp_path, 0, 2)
     (tmp_path / "front-end-1.json").write_text('{"at_s": "soon"}')
-    assert board.others() == []
+    assert board.read() == Posted()
 
 
 def test_requests_for_an_adapter_are_those_of_all_front_ends(tmp_path: Path) -> None:
@@ -94,5 +115,5 @@ def test_requests_for_an_adapter_are_those_of_all_front_ends(tmp_path: Path) -> 
     )
     boards[1].publish(Report(10.0, other))
     own = dataclasses.replace(make_snapshot(0, 3), loras=(LoraStatus("sql", 4, 0),))
-    whole = whole_endpoint(own, boards[0].others(), boards[0].past(), now=12.0)
+    whole = whole_endpoint(own, boards[0].read(), now=12.0)
     assert whole.loras == (LoraStatus("sql", 5, 2), LoraStatus("used", 0, 1))

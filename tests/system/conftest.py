@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from scripts.benchmarks.proxies import Proxy, find_program, running_proxy
-from tests.e2e.conftest import poll, port_range, serve, simulated, tiny_model
+from tests.e2e.conftest import poll, port_range, serve, simulated, slow_simulated, tiny_model
 
-__all__ = ["poll", "port_range", "serve", "simulated", "tiny_model"]  # fixtures
+__all__ = ["poll", "port_range", "serve", "simulated", "slow_simulated", "tiny_model"]  # fixtures
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from aiohttp import web
 
 from gateway.server.json_response import json_response
@@ -38,7 +36,9 @@ async def status(request: web.Request) -> web.Response:
 @routes.get("/metrics")
 async def metrics(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    exposition = state.request_metrics().render(state.status(), state.config.server.metrics_prefix, time.time())
+    own = state.own_report()
+    exposition = state.exposition(own)
+    await state.publish(own)  # first: should we die now, nobody shows less than what is shown here
     return web.Response(body=exposition, headers={"Content-Type": state.metrics.content_type})
 
 

@@ -17,11 +17,11 @@ def test_counters_never_go_back_over_a_restart() -> None:
     rank.on_stats(SchedulerStats(num_generation_tokens=100, num_prompt_tokens=7), now=1.0)
     rank.on_death("killed", now=2.0)
     rank.begin_life(make_life(2))
-    assert rank.status(now=2.5, ledger_tokens=0).deaths == 1
-    assert rank.stats.num_generation_tokens == 100
+    status = rank.status(now=2.5, ledger_tokens=0)
+    assert (status.deaths, status.generation_tokens) == (1, 100)
     rank.on_stats(SchedulerStats(num_generation_tokens=5, num_prompt_tokens=1), now=3.0)
-    assert rank.stats.num_generation_tokens == 105
-    assert rank.stats.num_prompt_tokens == 8
+    status = rank.status(now=3.5, ledger_tokens=0)
+    assert (status.deaths, status.generation_tokens, status.prompt_tokens) == (1, 105, 8)
 
 
 def test_status_of_a_dead_rank_shows_its_cause_and_no_stale_load() -> None:
