@@ -35,7 +35,7 @@ class LifeCounters:
         return LifeCounters(**{f.name: max(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self)})
 
 
-def sum_of_lives(lives: Iterable[LifeCounters]) -> dict[str, int]:
+def sum_of_lives(lives: Iterable[LifeCounters]) -> dict[str, Any]:
     """By the names that a rank's status has for them, too."""
     known = list(lives)
     return {f.name: sum(getattr(life, f.name) for life in known) for f in dataclasses.fields(LifeCounters)}
