@@ -57,7 +57,8 @@ from gateway.launch.coordinator_process import make_coordinator
 from gateway.launch.front_end_process import HELLO_TIMEOUT_S, ChildFrontEnd, FrontEnd, ParentFrontEnd
 from gateway.launch.group_ledger import GroupLedger
 from gateway.launch.group_operations import GroupOperations
-from gateway.launch.rank_supervisor import RankPlan, RankSupervisor
+from gateway.launch.rank_plan import RankPlan
+from gateway.launch.rank_supervisor import RankSupervisor
 from gateway.launch.ranks import address_to_bind, ranks_on_node, runs_over_tcp
 
 logger = logging.getLogger(__name__)

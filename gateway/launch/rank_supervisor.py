@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cores.config import UNIX_SOCKETS, EngineConfig, EngineLaunch, FrontEndAddress, Transport
+from cores.config import FrontEndAddress
 from cores.launch.interface import LaunchError, RankHandle, RankLauncher
 from cores.messages import (
     EngineAlive,
@@ -27,6 +27,7 @@ from cores.messages import (
     RankSuspected,
 )
 from gateway.launch.group_ledger import GivenUp, GroupLedger, OrderError, Removed, Restart, StartFailed, Verdict
+from gateway.launch.rank_plan import RankPlan
 
 logger = logging.getLogger(__name__)
 
@@ -38,35 +39,6 @@ ENDING_S = 5.0
 LOST_NODE_S = 2.0
 NODE_IN_DOUBT_S = 0.75  # it has left a question unanswered
 UNASKED_END = "it ended without being asked to"
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlan:
-    """What every life of every rank has in common."""
-
-    engine: EngineConfig
-    control_address: str
-    front_ends: tuple[FrontEndAddress, ...]
-    num_threads: int
-    first_rank: int
-    ready_timeout_s: float
-    log_level: str = "info"
-    transport: Transport = UNIX_SOCKETS
-    log_format: str = "text"
-
-    def launch(self, rank_id: RankId) -> EngineLaunch:
-        return EngineLaunch(
-            rank=rank_id.rank,
-            epoch=rank_id.epoch,
-            local_rank=rank_id.rank - self.first_rank,
-            config=self.engine,
-            control_address=self.control_address,
-            front_ends=self.front_ends,
-            num_threads=self.num_threads,
-            log_level=self.log_level,
-            transport=self.transport,
-            log_format=self.log_format,
-        )
 
 
 @dataclass(slots=True)

@@ -10,7 +10,8 @@ from cores.config import EngineConfig, EngineLaunch, FrontEndAddress
 from cores.launch.interface import LaunchError, RankExit, RankHandle
 from cores.messages import EngineAlive, EngineCoreDead, EngineReady, GroupState, RankDied, RankId
 from gateway.launch.group_ledger import GroupLedger
-from gateway.launch.rank_supervisor import RankPlan, RankSupervisor
+from gateway.launch.rank_plan import RankPlan
+from gateway.launch.rank_supervisor import RankSupervisor
 
 FRONT_END = FrontEndAddress(index=0, input_address="ipc://in", output_address="ipc://out")
 
