@@ -6,8 +6,10 @@ objects, and its name becomes the field `process`; whatever else a library print
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import re
 import sys
 import time
 from datetime import UTC, datetime
@@ -15,6 +17,7 @@ from typing import Literal
 
 LogFormat = Literal["text", "json"]
 
+_COLOUR = re.compile("\x1b\\[[0-9;]*m")
 _FIELDS = ("request_id", "rank")  # that a line may carry as `extra`
 _OURS, _NAMED = '{"time": "', '{"process": "'  # what lines of our JSON begin with, before and after they were named
 
@@ -73,6 +76,25 @@ def under_name(name: str, line: str) -> str:
         fields = {"process": name, "time": _time(time.time()), "level": "INFO", "logger": "output", "message": line}
         return json.dumps(fields, ensure_ascii=False)
     return f"[{name}] {line}"
+
+
+class PrintedLines(io.TextIOBase):
+    """In the place of a stream to which a library prints: its lines go to a logger, without their colours."""
+
+    def __init__(self, logger: logging.Logger, level: int) -> None:
+        self._logger = logger
+        self._level = level
+        self._rest = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            if plain := _COLOUR.sub("", line).strip():
+                self._logger.log(self._level, "%s", plain)
+        return len(text)
+
+    def writable(self) -> bool:
+        return True
 
 
 def message_of(line: str) -> str:

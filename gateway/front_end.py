@@ -41,7 +41,7 @@ from gateway.server.app import RunningServer, run_server
 from gateway.server.state import ServerState
 from gateway.shared_value import SharedValue
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("gateway.front_end")  # this file runs as __main__
 
 WATCHDOG_INTERVAL_S = 1.0
 WATCHDOG_PATIENCE = 3  # looks: clients of the dead engine get their errors, and a last `/status` its cause

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import shutil
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TextIO
 
 from cores.config import Transport, from_plain, to_plain
 from cores.launch.child_process import read_task
-from cores.log import set_up_logging
+from cores.log import PrintedLines, set_up_logging
 from gateway.config import GatewayConfig
 from gateway.launch.launcher import Launcher
 from gateway.launch.ranks import make_rank_launcher
@@ -32,7 +33,8 @@ def main() -> int:
         return serve(config, is_child=True)
     set_up_logging(config.log_level, config.log_format)
     stdout = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):  # the answer below is all that the parent reads there
+    # The answer below is all that the parent reads there.
+    with contextlib.redirect_stdout(PrintedLines(logging.getLogger("ray.printed"), logging.DEBUG)):
         return asyncio.run(_run_embedded(config, Path(task["run_directory"]), stdout))
 
 

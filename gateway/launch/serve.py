@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from cores.config import is_loopback
 from cores.launch.child_process import parent_died
-from cores.log import logs_json, set_up_logging
+from cores.log import PrintedLines, logs_json, set_up_logging
 from gateway.config import ConfigError, GatewayConfig
 from gateway.exit_codes import EXIT_FAILED, EXIT_USAGE
 from gateway.launch import listener as listening
@@ -48,8 +48,10 @@ def serve(config: GatewayConfig, *, is_child: bool = False) -> int:
         raise_open_files_limit()
         stdout = sys.stdout
         try:
-            # Ray prints what happens to workers on stdout. People parse ours: the ready line is all that may stand there.
-            with RunDirectory() as directory, contextlib.redirect_stdout(sys.stderr):
+            # Ray prints what happens to workers on stdout. People parse ours: the ready line is all that may stand there. What
+            # matters of it is known otherwise, and said with the death of a rank.
+            ray_says = PrintedLines(logging.getLogger("ray.printed"), logging.DEBUG)
+            with RunDirectory() as directory, contextlib.redirect_stdout(ray_says):
                 return asyncio.run(_serve(config, listener, directory.path, stdout, line, is_child=is_child))
         except (RunDirectoryError, StartError) as error:
             return _refuse(error, EXIT_FAILED)

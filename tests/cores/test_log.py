@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cores.log import message_of, set_up_logging, under_name
+from cores.log import PrintedLines, message_of, set_up_logging, under_name
 
 Capture = pytest.CaptureFixture[str]
 logger = logging.getLogger("gateway.test")
@@ -65,3 +65,15 @@ def test_text_is_the_default(capsys: Capture) -> None:
     set_up_logging()
     logger.info("hello")
     assert capsys.readouterr().err.rstrip().endswith("INFO    gateway.test: hello")
+
+
+def test_what_a_library_prints_here_is_log_without_its_colours(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    printed = PrintedLines(logging.getLogger("lib"), logging.DEBUG)
+    print("\x1b[33m(raylet)\x1b[0m a worker died", file=printed)
+    printed.write("half ")
+    printed.write("a line\n\nrest")
+    assert [(record.name, record.message) for record in caplog.records] == [
+        ("lib", "(raylet) a worker died"),
+        ("lib", "half a line"),
+    ]
