@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 
 from balancer.load import SEQUENCE_TOKENS, RankView
@@ -178,7 +177,7 @@ class LoadLedger:
     def __init__(self, prefix_index: PrefixIndex | None = None) -> None:
         self.prefix_index = prefix_index
         self._accounts: dict[RankId, _Account] = {}
-        self._asked_for: Collection[RankId] = ()
+        self._asked_for: list[RankId] = []
         self._answer: list[RankView] = []
         self._account_of: dict[int, _Account] = {}
         self._rank_numbers: set[int] = set()
@@ -204,7 +203,7 @@ class LoadLedger:
         account = self._accounts.pop(rank_id, None)
         if account is None:
             return []
-        self._asked_for, self._answer = (), []  # this life's view is not to be had any more
+        self._asked_for, self._answer = [], []  # this life's view is not to be had any more
         for handle in account.live:
             del self._account_of[handle]
         if self.prefix_index is not None:
@@ -263,7 +262,7 @@ class LoadLedger:
         """In rank order. Mostly the same ranks are asked for, and then it is the same answer."""
         if rank_ids != self._asked_for:
             self._answer = [self._account(rank_id).view for rank_id in sorted(rank_ids)]
-            self._asked_for = copy(rank_ids)
+            self._asked_for = list(rank_ids)
         return self._answer
 
     def booked_tokens(self, rank_id: RankId) -> int:

@@ -250,3 +250,15 @@ def test_misuse_is_named(ledger: LoadLedger) -> None:
     ledger.book(2, RANK, 10)
     with pytest.raises(ValueError, match="command 5 is not after 5"):
         ledger.on_sent(2, seq=5)
+
+
+def test_views_are_in_rank_order_follow_every_booking_and_end_with_their_rank(ledger: LoadLedger) -> None:
+    views = ledger.views([OTHER, RANK])
+    assert [view.rank_id for view in views] == [RANK, OTHER]
+    ledger.book(1, OTHER, 100)
+    assert [view.own_in_flight for view in views] == [0, 1]
+    assert list(ledger.views([OTHER, RANK])) == list(views)
+    ledger.remove_rank(RANK)
+    with pytest.raises(UnknownRankIdError, match="rank 0"):
+        ledger.views([OTHER, RANK])
+    assert [view.rank_id for view in ledger.views([OTHER])] == [OTHER]
