@@ -103,7 +103,7 @@ class AsyncLLM(EngineClient):
         self.stats = StatLoggers(self.output_processor)
         core_client.ranks.before_serving = self._restore
         core_client.on_abort = self._on_abort_elsewhere
-        core_client.on_bound = lambda handle, rank_id: self.output_processor.set_rank(handle, rank_id.rank)
+        core_client.on_bound = lambda handle, rank_id: self.output_processor.set_rank(handle, rank_id.rank, clock())
         self._own_run_directory: str | None = None
         self._warnings: set[str] = set()  # that have been said: each once
 

@@ -64,7 +64,7 @@ class Failover:
             self._waiting[sent.request.handle] = _Waiting(sent, self._clock())
         else:
             if rank_id is not None:  # else `on_bound` will say
-                self._outputs.set_rank(sent.request.handle, rank_id.rank)
+                self._outputs.set_rank(sent.request.handle, rank_id.rank, self._clock())
 
     def drop(self, handles: Iterable[int]) -> None:
         """These have ended: clients come and go while no rank does, and must leave nothing here."""
@@ -85,7 +85,7 @@ class Failover:
                 num_deaths = sent.num_deaths + 1
                 lost[sent.request.handle] = f"the request was there at {num_deaths} deaths of ranks and may be their cause"
             else:
-                self._outputs.note_move(sent.request.handle)
+                self._outputs.note_move(sent.request.handle, self._clock())
                 self.num_moved += 1
                 num_deaths = sent.num_deaths + (not is_by_order)
                 self._resend(dataclasses.replace(continued(sent, accepted), num_deaths=num_deaths), self._clock())
@@ -118,7 +118,7 @@ class Failover:
             self._fail(handle, error)
         else:
             if rank_id is not None:
-                self._outputs.set_rank(handle, rank_id.rank)
+                self._outputs.set_rank(handle, rank_id.rank, self._clock())
 
     def _fail(self, handle: int, error: GatewayError) -> None:
         siblings = self._outputs.fail([handle], error)

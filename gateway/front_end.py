@@ -110,6 +110,7 @@ class FrontEnd:
         llm = start.result()
         if not self.config.observability.disable_log_stats:
             llm.stats.add("metrics", self.state.metrics)
+        self.state.http_tracer = llm.stats.http_tracer
         self.state.engine = llm
         return llm
 

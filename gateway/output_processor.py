@@ -17,7 +17,7 @@ from gateway.errors import EngineGenerateError, GatewayError, OverloadedError
 from gateway.output_collector import OutputSink
 from gateway.outputs import CompletionOutput, RequestOutput
 from gateway.parallel_sampling import ParentRequest
-from gateway.request_state import RequestState, RequestStream
+from gateway.request_state import RankStay, RequestState, RequestStream
 from gateway.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class FinishedRequest:
     num_generation_tokens: int
     num_moves: int
     trace_headers: Mapping[str, str] | None = None
+    stays: tuple[RankStay, ...] = ()  # at ranks, where traces are made
 
 
 @dataclass(slots=True)
@@ -91,6 +92,7 @@ class OutputProcessor:
     ) -> None:
         self.on_finished = on_finished
         self.on_tokens = on_tokens
+        self.keeps_stays = False  # set where somebody makes traces
         self.counters = OutputCounters()
         self._tokenizer = tokenizer
         self._states: dict[int, RequestState] = {}
@@ -130,11 +132,15 @@ class OutputProcessor:
         state = RequestState(handle, index, self._tokenizer, params, stream)
         self._states[handle] = stream.states[handle] = state
 
-    def set_rank(self, handle: int, rank: int) -> None:
-        """Who serves a sequence. Readers are told of the first one only."""
+    def set_rank(self, handle: int, rank: int, now: float) -> None:
+        """Who serves a sequence from now on. Readers are told of the first one only."""
         state = self._states.get(handle)
-        if state is not None and state.stream.rank is None:
+        if state is None:
+            return
+        if state.stream.rank is None:
             state.stream.rank = rank
+        if self.keeps_stays:
+            state.stream.stays.append(RankStay(handle, rank, now))
 
     def remove(self, handles: Iterable[int]) -> None:
         """Takes back the registration of the requests with these sequences: no output, nothing counted."""
@@ -190,9 +196,12 @@ class OutputProcessor:
         state = self._states.get(handle)
         return None if state is None else state.accepted
 
-    def note_move(self, handle: int) -> None:
+    def note_move(self, handle: int, now: float) -> None:
         """The sequence goes on at another rank."""
-        self._states[handle].stream.stats.num_moves += 1
+        stream = self._states[handle].stream
+        stream.stats.num_moves += 1
+        if (stay := stream.last_stay(handle)) is not None:
+            stay.until_s = now
 
     def count_by_lora(self) -> dict[str, tuple[int, int]]:
         """Sequences that wait for their first token and those that have it, by adapter."""
@@ -330,8 +339,11 @@ class OutputProcessor:
         num_taken = state.push(token_ids, logprobs, finished)
         if num_taken:
             self._book_tokens(batch, state, num_taken)
-        if (first := outputs.first_tokens.get(row)) is not None and stream.stats.num_generation_tokens == num_taken:
-            stream.on_first_token(first)
+        if (first := outputs.first_tokens.get(row)) is not None:
+            if stream.stats.num_generation_tokens == num_taken:
+                stream.on_first_token(first)
+            if (stay := stream.last_stay(state.handle)) is not None:
+                stay.first_token_s = batch.now
         if (vector := outputs.vectors.get(row)) is not None:
             self._book_vector(batch, state, vector)
         if state.detokenizer.stop_string is not None:
@@ -449,4 +461,5 @@ def _finished_request(stream: RequestStream, finish_reason: str) -> FinishedRequ
         num_generation_tokens=stats.num_generation_tokens,
         num_moves=stats.num_moves,
         trace_headers=stream.trace_headers,
+        stays=tuple(stream.stays),
     )

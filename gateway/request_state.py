@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from cores.messages import Finished, FirstToken, TokenLogprobs
 from cores.sampling_params import RequestOutputKind, SamplingParams
@@ -15,13 +16,24 @@ from gateway.parallel_sampling import ParentRequest
 from gateway.tokenizer import Tokenizer
 
 
+@dataclass(slots=True)
+class RankStay:
+    """A sequence at a rank, for traces. Times are the front end's clock, in seconds."""
+
+    handle: int
+    rank: int
+    since_s: float
+    first_token_s: float | None = None  # its first one there
+    until_s: float | None = None  # when the rank died; None: it ended there
+
+
 class RequestStream:
     """One request as its reader sees it: its sequences share a sink, statistics and one end."""
 
     __slots__ = (
         "external_id", "internal_id", "lora_name", "num_open", "parent", "prompt", "prompt_logprobs", "prompt_token_ids",
         "rank", "sink",
-        "states", "stats", "trace_headers", "waits_for_all",
+        "states", "stats", "stays", "trace_headers", "waits_for_all",
     )  # fmt: skip
 
     def __init__(
@@ -46,6 +58,7 @@ class RequestStream:
         self.states: dict[int, RequestState] = {}  # of those, by handle
         self.stats = RequestStats(arrival_s)
         self.rank: int | None = None
+        self.stays: list[RankStay] = []  # as they began; only where traces are made
         self.prompt_logprobs: PromptLogprobs | None = None  # as far as they have come, where they were asked for
         self.lora_name: str | None = None
         self.trace_headers: Mapping[str, str] | None = None
@@ -81,6 +94,9 @@ class RequestStream:
         """Of the first sequence that has one: the others' prompt is found in its cache."""
         self.stats.queued_s = first.queued_s
         self.stats.num_cached_tokens = first.num_cached_tokens
+
+    def last_stay(self, handle: int) -> RankStay | None:
+        return next((stay for stay in reversed(self.stays) if stay.handle == handle), None)
 
 
 class RequestState:

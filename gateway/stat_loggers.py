@@ -11,10 +11,10 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Any, Protocol
 
 from cores.log import is_worth_a_line
 from gateway.config import ConfigError, GatewayConfig
@@ -28,10 +28,24 @@ INTERVAL_S = 10.0
 CLOSE_TIMEOUT_S = 5.0
 
 
+class HttpSpan(Protocol):
+    """Of one HTTP request. `headers` make what is done for it part of it."""
+
+    headers: dict[str, str]
+
+    def end(self, status: int | None) -> None:
+        """None: the client had left."""
+
+
+class HttpTracer(Protocol):
+    def begin_http(self, method: str, route: str, headers: Mapping[str, str]) -> HttpSpan: ...
+
+
 class StatLogger:
     """What a logger may want to hear. Override what you need: what nobody overrides is not even collected."""
 
-    wants_traces = False  # `FinishedRequest.trace_headers` is filled only where somebody does something with it
+    wants_traces = False  # `FinishedRequest` has `trace_headers` and `stays` only where somebody does something with them
+    http_tracer: HttpTracer | None = None  # makes a span of each HTTP request
 
     def __init__(self, config: GatewayConfig | None = None, front_end_index: int = 0) -> None:
         """What plug-ins are given. A logger that is none may take what it likes."""
@@ -80,6 +94,7 @@ class StatLoggers:
         self._for_finished: list[_Entry] = []
         self._for_interval: list[_Entry] = []
         self._wants_traces = False
+        self.http_tracer: HttpTracer | None = None
         self._ticker: asyncio.Task[None] | None = None
 
     @property
@@ -94,6 +109,8 @@ class StatLoggers:
         entry = _Entry(name, stat_logger)
         self._entries.append(entry)
         self._wants_traces = self._wants_traces or stat_logger.wants_traces
+        self._outputs.keeps_stays = self._wants_traces
+        self.http_tracer = self.http_tracer or stat_logger.http_tracer
         if entry.hears("on_tokens"):
             self._for_tokens.append(entry)
             self._outputs.on_tokens = self._on_tokens

@@ -1,14 +1,16 @@
 """A trace per request, sent to an OTLP collector. Imported only with `--otlp-traces-endpoint`: it needs OpenTelemetry.
 
-One span from arrival to end, child of the caller's if it sent a trace context, and three in it: queue, prefill, decode. They
-are made when the request has ended, from the times that were taken anyway; a thread of OpenTelemetry's sends them. While a
-request runs, tracing costs nothing.
+A span of the HTTP request, child of the caller's if it sent a trace context. In it one from arrival to end of the generation,
+and in that: queue, prefill, decode; a `rank` for each rank that had a sequence, and a `move` from the death of one to the next
+token. All but the first are made when the request has ended, from the times that were taken anyway; a thread of OpenTelemetry's
+sends them. A token costs nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -18,10 +20,38 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from gateway.output_processor import FinishedRequest
+from gateway.request_state import RankStay
 from gateway.stat_loggers import StatLogger
 from gateway.version import __version__
 
 EXPORT_TIMEOUT_S = 5.0  # a collector that does not answer loses spans and nothing else
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of what a request went through."""
+
+    name: str
+    start_s: float
+    end_s: float
+    attributes: Mapping[str, int] = field(default_factory=dict)
+
+
+class HttpSpan:
+    """Made by `RequestTracer.begin_http`."""
+
+    def __init__(self, span: Span, headers: dict[str, str]) -> None:
+        self._span = span
+        self.headers = headers
+
+    def end(self, status: int | None) -> None:
+        if status is None:
+            self._span.set_attribute("error.type", "client_left")
+        else:
+            self._span.set_attribute("http.response.status_code", status)
+        if status is None or status >= 500:
+            self._span.set_status(Status(StatusCode.ERROR))
+        self._span.end()
 
 
 class RequestTracer(StatLogger):
@@ -40,6 +70,18 @@ class RequestTracer(StatLogger):
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("gateway")
         self._propagator = TraceContextTextMapPropagator()
+        self.http_tracer = self
+
+    def begin_http(self, method: str, route: str, headers: Mapping[str, str]) -> HttpSpan:
+        span = self._tracer.start_span(
+            f"{method} {route}",
+            context=self._propagator.extract(dict(headers)),
+            kind=SpanKind.SERVER,
+            attributes={"http.request.method": method, "http.route": route},
+        )
+        inside: dict[str, str] = {}
+        self._propagator.inject(inside, set_span_in_context(span))
+        return HttpSpan(span, inside)
 
     def on_finished(self, request: FinishedRequest) -> None:
         now = self._clock()
@@ -52,13 +94,14 @@ class RequestTracer(StatLogger):
         span = self._tracer.start_span(
             "llm_request",
             context=self._propagator.extract(dict(request.trace_headers or {})),
-            kind=SpanKind.SERVER,
+            kind=SpanKind.INTERNAL,
             start_time=at(request.arrival_s),
         )
         self._describe(span, request, end_s)
         inside = set_span_in_context(span)
-        for name, start_s, stop_s in stages(request, end_s):
-            self._tracer.start_span(name, context=inside, start_time=at(start_s)).end(end_time=at(stop_s))
+        for stage in (*stages(request, end_s), *journey(request, end_s)):
+            part = self._tracer.start_span(stage.name, inside, start_time=at(stage.start_s), attributes=dict(stage.attributes))
+            part.end(end_time=at(stage.end_s))
         span.end(end_time=at(end_s))
 
     def _describe(self, span: Span, request: FinishedRequest, end_s: float) -> None:
@@ -90,14 +133,25 @@ class RequestTracer(StatLogger):
         self._provider.shutdown()
 
 
-def stages(request: FinishedRequest, end_s: float) -> list[tuple[str, float, float]]:
-    """Name, begin and end of what a request went through, as far as it came."""
+def stages(request: FinishedRequest, end_s: float) -> list[Stage]:
+    """As far as it came."""
     first_s = request.first_token_s
     if first_s is None:
-        return [("queue", request.arrival_s, end_s)]  # or in prefill: nobody has said
+        return [Stage("queue", request.arrival_s, end_s)]  # or in prefill: nobody has said
     scheduled_s = min(request.arrival_s + request.queued_s, first_s)
     return [
-        ("queue", request.arrival_s, scheduled_s),
-        ("prefill", scheduled_s, first_s),
-        ("decode", first_s, max(first_s, end_s)),
+        Stage("queue", request.arrival_s, scheduled_s),
+        Stage("prefill", scheduled_s, first_s),
+        Stage("decode", first_s, max(first_s, end_s)),
     ]
+
+
+def journey(request: FinishedRequest, end_s: float) -> Iterator[Stage]:
+    """The ranks that had its sequences, and the ways between."""
+    left: dict[int, RankStay] = {}  # of a sequence, by handle: where it was before
+    for stay in request.stays:
+        if (before := left.get(stay.handle)) is not None and before.until_s is not None:
+            arrived_s = stay.first_token_s or stay.until_s or end_s
+            yield Stage("move", before.until_s, arrived_s, {"gateway.from_rank": before.rank, "gateway.to_rank": stay.rank})
+        yield Stage("rank", stay.since_s, max(stay.since_s, stay.until_s or end_s), {"gateway.rank": stay.rank})
+        left[stay.handle] = stay

@@ -11,9 +11,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from gateway.config import ConfigError, ServerConfig
-from gateway.server.edge import add_headers, edge
+from gateway.server.edge import add_headers, caller_trace_headers, edge
 from gateway.server.routes import admin, chat, completions, development, embeddings, lora, models, observation, tokenization
-from gateway.server.state import STATE, ServerState
+from gateway.server.state import STATE, TRACE_HEADERS, ServerState
 
 BACKLOG = 2048
 KEEPALIVE_TIMEOUT_S = 75.0  # of an idle connection, from its first byte on; longer than usual proxies keep theirs
@@ -22,7 +22,8 @@ INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/emb
 
 def create_app(state: ServerState) -> web.Application:
     """The handlers find `state` in the application; `state.engine` may still be None."""
-    app = web.Application(middlewares=[edge, count_in_flight], client_max_size=state.max_body_bytes)
+    tracing = [trace] if state.config.observability.otlp_traces_endpoint else []
+    app = web.Application(middlewares=[*tracing, edge, count_in_flight], client_max_size=state.max_body_bytes)
     app[STATE] = state
     for module in (admin, chat, completions, embeddings, lora, models, observation, tokenization):
         app.add_routes(module.routes)
@@ -30,6 +31,22 @@ def create_app(state: ServerState) -> web.Application:
         app.add_routes(development.routes)
     app.on_response_prepare.append(add_headers)
     return app
+
+
+@web.middleware
+async def trace(request: web.Request, handler: Handler) -> web.StreamResponse:
+    tracer, resource = request.app[STATE].http_tracer, request.match_info.route.resource
+    if tracer is None or request.path not in INFERENCE_PATHS or resource is None:
+        return await handler(request)
+    span = tracer.begin_http(request.method, resource.canonical, caller_trace_headers(request))
+    request[TRACE_HEADERS] = span.headers
+    status = None
+    try:
+        response = await handler(request)
+        status = response.status
+        return response
+    finally:
+        span.end(status)
 
 
 @web.middleware

@@ -73,6 +73,11 @@ def is_plain_id(text: str) -> bool:
     return 0 < len(text) <= MAX_ID_LENGTH and text.isascii() and text.isprintable()
 
 
+def caller_trace_headers(request: web.Request) -> dict[str, str]:
+    """The caller's W3C trace context."""
+    return {name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers}
+
+
 def _authorize(request: web.Request) -> None:
     if not request.app[STATE].keys.admits(request.path, request.headers.get("Authorization")):
         raise InvalidRequestError(

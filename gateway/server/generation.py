@@ -12,10 +12,8 @@ from cores.sampling_params import SamplingParams
 from gateway.engine_client import EngineClient, TokenizedPrompt
 from gateway.errors import InvalidRequestError
 from gateway.outputs import RequestOutput
-from gateway.server.edge import PLAIN_ID, is_plain_id
-from gateway.server.state import STATE
-
-TRACE_HEADERS = ("traceparent", "tracestate")
+from gateway.server.edge import PLAIN_ID, caller_trace_headers, is_plain_id
+from gateway.server.state import STATE, TRACE_HEADERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +31,7 @@ class Routing:
     def from_request(cls, request: web.Request, request_id: str) -> Routing:
         """Raises `InvalidRequestError`."""
         headers = request.headers
-        trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
+        trace = request.get(TRACE_HEADERS) or caller_trace_headers(request)
         rank = _rank(headers.get("X-data-parallel-rank"))
         session_id, timeout_s = _session_id(headers.get("X-Session-Id")), _timeout_s(headers.get("X-Request-Timeout-Ms"))
         tenant = request.app[STATE].keys.tenant(headers.get("Authorization"))

@@ -17,6 +17,7 @@ from gateway.front_end_board import FrontEndBoard, Posted, Report, whole_endpoin
 from gateway.metrics import RequestMetrics
 from gateway.server.auth import KeyRing
 from gateway.server.orca import OrcaReports
+from gateway.stat_loggers import HttpTracer
 from gateway.status import StatusSnapshot
 from gateway.version import __version__
 
@@ -29,6 +30,7 @@ class ServerState:
     engine: EngineClient | None = None
     starting_status: Callable[[], StatusSnapshot] | None = None  # what `/status` says while there is no engine
     metrics: RequestMetrics = field(default_factory=RequestMetrics)  # of this front end
+    http_tracer: HttpTracer | None = None
     board: FrontEndBoard | None = None  # where the other front ends of the endpoint are seen
     max_body_bytes: int = 64 * 1024 * 1024
     body_timeout_s: float = 60.0  # for the whole body, from its headers on
@@ -123,3 +125,4 @@ class ServerState:
 
 STATE: web.AppKey[ServerState] = web.AppKey("state", ServerState)
 REQUEST_ID = web.RequestKey("request_id", str)
+TRACE_HEADERS = web.RequestKey("trace_headers", dict[str, str])  # of the span that the request's are part of

@@ -24,8 +24,18 @@ class Collector:
 
     async def spans(self) -> list[Span]:
         """Of the next export."""
-        export = await asyncio.wait_for(self._received.get(), DEADLINE_S)
-        return [span for resource in export.resource_spans for scope in resource.scope_spans for span in scope.spans]
+        return spans_of(await asyncio.wait_for(self._received.get(), DEADLINE_S))
+
+    def all_spans(self) -> list[Span]:
+        """That have come and were not asked for."""
+        found: list[Span] = []
+        while not self._received.empty():
+            found += spans_of(self._received.get_nowait())
+        return found
+
+
+def spans_of(export: ExportTraceServiceRequest) -> list[Span]:
+    return [span for resource in export.resource_spans for scope in resource.scope_spans for span in scope.spans]
 
 
 @asynccontextmanager

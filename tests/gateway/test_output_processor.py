@@ -18,6 +18,7 @@ from gateway.errors import EngineDeadError, EngineGenerateError, OverloadedError
 from gateway.output_processor import FinishedRequest, OutputProcessor, ProcessedOutputs, TokenTimes
 from gateway.outputs import CompletionOutput, RequestOutput, to_pooling_output
 from gateway.parallel_sampling import ParentRequest
+from gateway.request_state import RankStay
 from gateway.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(make_tiny_tokenizer())
@@ -146,9 +147,9 @@ def test_deltas_joined_are_the_whole_and_the_last_one_alone_is_finished(processo
 
 def test_outputs_say_whose_they_are(processor: OutputProcessor) -> None:
     sink = add_request(processor, 1)
-    processor.set_rank(1, 3)
-    processor.set_rank(1, 4)  # it went on elsewhere: readers keep the first
-    processor.set_rank(99, 4)
+    processor.set_rank(1, 3, 10.0)
+    processor.set_rank(1, 4, 11.0)  # it went on elsewhere: readers keep the first
+    processor.set_rank(99, 4, 11.0)
     feed(processor, outputs([(1, tokens("a"))]))
     (output,) = sink.outputs
     assert (output.request_id, output.prompt, output.prompt_token_ids, output.rank) == ("request", "the prompt", PROMPT, 3)
@@ -517,6 +518,23 @@ def test_statistics_of_a_request_are_complete_when_it_ends() -> None:
         )
     ]
     assert processor.counters.generation_tokens == 4
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_stays_at_ranks_are_kept_where_they_are_wanted(is_wanted: bool) -> None:
+    finished: list[FinishedRequest] = []
+    processor = OutputProcessor(TOKENIZER, on_finished=finished.append)
+    processor.keeps_stays = is_wanted
+    add_request(processor, 1)
+    processor.set_rank(1, 4, 10.5)
+    feed(processor, outputs([(1, tokens("a"))], rank=4, first_tokens={0: FirstToken(6, 0.25)}), now=11.0)
+    processor.note_move(1, 12.0)
+    processor.set_rank(1, 2, 13.0)
+    feed(processor, outputs([(1, tokens("b"))], rank=2, first_tokens={0: FirstToken(0, 9.0)}), now=14.0)
+    processor.abort("request")
+    stays = (RankStay(1, 4, 10.5, 11.0, 12.0), RankStay(1, 2, 13.0, 14.0))
+    assert finished[0].stays == (stays if is_wanted else ())
+    assert finished[0].num_moves == 1
 
 
 @pytest.mark.parametrize("end", ["abort", "error", "length"])

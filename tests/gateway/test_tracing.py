@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import subprocess
+import sys
 import time
 
 import pytest
@@ -12,8 +15,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from cores.testing import ManualClock
 from gateway.config import ConfigError, GatewayConfig, ObservabilityConfig
 from gateway.output_processor import FinishedRequest
+from gateway.request_state import RankStay
+from gateway.server.app import create_app, trace
+from gateway.server.state import ServerState
 from gateway.stat_loggers import make_tracer
-from gateway.tracing import RequestTracer
+from gateway.tracing import RequestTracer, journey
 from tests.gateway.otlp_collector import running_collector
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -61,6 +67,38 @@ def test_a_request_is_a_span_of_the_callers_trace_with_its_stages_inside() -> No
     assert request.attributes["gateway.num_moves"] == 1
 
 
+def test_ranks_and_the_ways_between_are_spans_of_their_own() -> None:
+    stays = (RankStay(1, 3, 10.5, 11.5, 12.0), RankStay(2, 5, 10.5, 11.5), RankStay(1, 4, 12.25, 13.0))
+    parts = list(journey(dataclasses.replace(finished(), stays=stays), 14.0))
+    assert [(part.name, part.start_s, part.end_s, dict(part.attributes)) for part in parts] == [
+        ("rank", 10.5, 12.0, {"gateway.rank": 3}),
+        ("rank", 10.5, 14.0, {"gateway.rank": 5}),
+        ("move", 12.0, 13.0, {"gateway.from_rank": 3, "gateway.to_rank": 4}),
+        ("rank", 12.25, 14.0, {"gateway.rank": 4}),
+    ]
+
+
+@pytest.mark.parametrize(("status", "is_ok"), [(200, True), (404, True), (503, False), (None, False)])
+def test_the_http_request_is_around_it_all(status: int | None, is_ok: bool) -> None:
+    exporter = InMemorySpanExporter()
+    tracer = RequestTracer("http://unused", "tiny", ManualClock(15.0), exporter)
+    http = tracer.begin_http("POST", "/v1/completions", HEADERS)
+    tracer.on_finished(dataclasses.replace(finished(), trace_headers=http.headers))
+    http.end(status)
+    tracer.close()
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    outer, request = spans["POST /v1/completions"], spans["llm_request"]
+    assert outer.context is not None
+    assert outer.parent is not None
+    assert request.parent is not None
+    assert format(outer.parent.span_id, "016x") == SPAN
+    assert request.parent.span_id == outer.context.span_id
+    assert format(outer.context.trace_id, "032x") == TRACE
+    assert outer.status.is_ok is is_ok
+    assert outer.attributes is not None
+    assert outer.attributes.get("http.response.status_code") == status
+
+
 def test_one_that_ended_before_its_first_token_was_only_queued() -> None:
     spans = spans_of(finished("abort", None, None))
     assert {name: seconds(span) for name, span in spans.items()} == {"llm_request": 5.0, "queue": 5.0}
@@ -78,6 +116,12 @@ def test_a_tracer_is_made_where_an_endpoint_is_configured() -> None:
     tracer = factory(config, 0)
     assert tracer.wants_traces
     tracer.close()
+
+
+def test_without_an_endpoint_nothing_of_it_is_there() -> None:
+    assert trace not in create_app(ServerState(GatewayConfig())).middlewares
+    code = "import sys, gateway.front_end; sys.exit('opentelemetry' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_an_endpoint_that_is_no_url_is_refused() -> None:

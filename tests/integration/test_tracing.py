@@ -18,7 +18,7 @@ async def test_a_served_request_is_in_the_callers_trace_with_its_stages(start: S
         assert outputs[-1].finished
         await llm.shutdown()  # sends what is left
         spans = {span.name: span for span in await collector.spans()}
-    assert spans.keys() == {"llm_request", "queue", "prefill", "decode"}
+    assert spans.keys() == {"llm_request", "queue", "prefill", "decode", "rank"}
     assert {span.trace_id.hex() for span in spans.values()} == {TRACE}
     assert {span.parent_span_id for name, span in spans.items() if name != "llm_request"} == {spans["llm_request"].span_id}
     attributes = {a.key: a.value for a in spans["llm_request"].attributes}
