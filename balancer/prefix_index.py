@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import chain, repeat
 
 from cores.block_hash import BlockKey
 from cores.messages import CacheEvents, RankId
@@ -90,24 +90,19 @@ class PrefixIndex:
         lengths: dict[RankId, int] = {}
         alive = last = self._all_bits
         length = 0
-        for holders in map(self._holders.get, keys, repeat(0)):
+        for holders in chain(map(self._holders.get, keys, repeat(0)), (0,)):  # nobody has what is behind the last one
             if holders != last:  # mostly the same ranks have one block of a chat and the next
                 last = holders
-                if length:
-                    self._note(alive & ~holders, length, lengths)
+                gone = alive & ~holders
                 alive &= holders
+                while gone and length:
+                    bit = gone & -gone
+                    lengths[self._by_bit[bit].rank_id] = length
+                    gone ^= bit
                 if not alive:
-                    return lengths
+                    break
             length += tokens_per_key
-        if length:
-            self._note(alive, length, lengths)
         return lengths
-
-    def _note(self, bits: int, length: int, lengths: dict[RankId, int]) -> None:
-        while bits:
-            bit = bits & -bits
-            lengths[self._by_bit[bit].rank_id] = length
-            bits ^= bit
 
     # --- what we expect -----------------------------------------------------------------------------------------------
 

@@ -94,7 +94,8 @@ class Bench:
         ledger, choose, ranks, seqs, in_flight = self._ledger, self._balancer.choose, self._ranks, self._seqs, self._in_flight
         for handle, request in enumerate(requests, self._handle + 1):
             rank_id = choose(request, ranks, handle * 1e-3).rank_id
-            ledger.book(handle, rank_id, *request.new_on(rank_id))
+            num_new, new_keys = request.new_on(rank_id)
+            ledger.book(handle, rank_id, num_new, new_keys)
             seqs[rank_id.rank] += 1
             ledger.on_sent(handle, seqs[rank_id.rank])
             in_flight.append((handle, rank_id, request))

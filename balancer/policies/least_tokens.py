@@ -54,7 +54,8 @@ class LeastCost:
 
     def choose(self, tokens: Sequence[float], ranks: Sequence[RankView], now: float, reason: str) -> Choice:
         """`tokens` that each rank has to compute before a first token."""
-        costs = at_speed(tokens, ranks)
+        rates = [view.prefill_tokens_per_s for view in ranks]
+        costs = tokens if min(rates) * RATE_NOISE >= max(rates) else at_speed(tokens, rates)
         winner = ranks[self._rotation.pick_least(costs)]
         if winner.reported_at is not None and now - winner.reported_at > MAX_REPORT_AGE_S:
             return self._choose_by_own(ranks)
@@ -66,12 +67,9 @@ class LeastCost:
         return Choice(better.rank_id, "old_report")
 
 
-def at_speed(tokens: Sequence[float], ranks: Sequence[RankView]) -> Sequence[float]:
-    """What each rank has to do before a first token, in tokens at the speed of the group's best rank."""
-    rates = [view.prefill_tokens_per_s for view in ranks]
+def at_speed(tokens: Sequence[float], rates: Sequence[float]) -> Sequence[float]:
+    """What each rank has to do, in tokens at the speed of the group's best rank. Nothing changes where no rank is slow."""
     best = max(rates)
-    if min(rates) * RATE_NOISE >= best:
-        return tokens  # no rank is slow, as nearly always
     return [number * _slowness(rate, best) for number, rate in zip(tokens, rates, strict=True)]
 
 

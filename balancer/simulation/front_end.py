@@ -136,7 +136,8 @@ class SimulatedFrontEnd:
     def _dispatch(self, request: SimulatedRequest, eligible: Collection[RankId], now: float) -> None:
         routing = self.routing(request)
         choice = self.balancer.choose(routing, eligible, now)
-        self.ledger.book(request.handle, choice.rank_id, *routing.new_on(choice.rank_id))
+        num_new_tokens, new_keys = routing.new_on(choice.rank_id)
+        self.ledger.book(request.handle, choice.rank_id, num_new_tokens, new_keys)
         self._send(request, choice.rank_id, now)
 
     def _send(self, request: SimulatedRequest, rank_id: RankId, now: float) -> None:

@@ -157,7 +157,8 @@ class AsyncMPClient(EngineCoreClient):
         # Atomic on the loop: choosing, booking and sending must not be split by an await, or a burst would choose alike.
         routing = sent.routing
         choice = self._choose(routing, self._clock())
-        self.ledger.book(sent.request.handle, choice.rank_id, *routing.new_on(choice.rank_id))
+        num_new_tokens, new_keys = routing.new_on(choice.rank_id)
+        self.ledger.book(sent.request.handle, choice.rank_id, num_new_tokens, new_keys)
         self._send_booked(sent, choice.rank_id)
         return choice.rank_id
 
