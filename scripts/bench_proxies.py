@@ -69,12 +69,13 @@ def serve_command(model: Path, *arguments: str) -> list[str]:
 def set_up(name: str, model: Path, directory: Path) -> Iterator[str]:
     """The URL of four ranks behind one balancer."""
     if name == INSIDE:
-        (port,) = free_ports(1)
+        port = free_ports(1)
         with running(name, serve_command(model, "--port", str(port)), port):
             yield f"http://127.0.0.1:{port}"
         return
     with contextlib.ExitStack() as stack:
-        *ports, rpc_port = free_ports(NUM_RANKS + 1)
+        first = free_ports(NUM_RANKS + 3)
+        *ports, rpc_port, proxy_port, _ = range(first, first + NUM_RANKS + 3)
         for rank, port in enumerate(ports):
             place = ["--data-parallel-external-lb", "--data-parallel-rank", str(rank), "--port", str(port)]
             command = serve_command(model, *place, "--data-parallel-rpc-port", str(rpc_port))
@@ -82,7 +83,7 @@ def set_up(name: str, model: Path, directory: Path) -> Iterator[str]:
         program, replacements = PROXIES[name]
         path = find_program(program)
         assert path is not None
-        proxy = running_proxy(program, path, ports, directory, free_ports(1)[0], replacements)
+        proxy = running_proxy(program, path, ports, directory, proxy_port, replacements)
         yield stack.enter_context(proxy).url
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import getpass
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -21,6 +23,7 @@ from typing import ClassVar
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SHIPPED_PORTS = (8000, 8001, 8002, 8003)
+FIRST_EPHEMERAL_PORT = 32_768  # Linux's
 DEADLINE_S = 60.0
 # Beside this Python, where wheels put programs; then where everybody looks; then where Debian has servers.
 SEARCH_PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
@@ -110,6 +113,7 @@ class Nginx(Proxy):
             "listen 8080;": f"listen 127.0.0.1:{self.port};",
             "/run/nginx-gateway.pid": f"{self.directory}/pid",
             "http {": "http { " + own_directories,
+            "worker_processes auto;": f"worker_processes auto; user {getpass.getuser()};",  # who may use them
         }
 
     def arguments(self) -> list[str]:
@@ -132,7 +136,10 @@ class HAProxy(Proxy):
 
     def endpoints_up(self) -> set[int]:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(self._socket)
+            try:
+                connection.connect(self._socket)
+            except FileNotFoundError:  # made after the port that clients use
+                return set()
             connection.sendall(b"show stat\n")
             answer = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
         rows = csv.DictReader(answer.removeprefix("# ").splitlines())
@@ -196,8 +203,12 @@ def running_proxy(
         proxy.stop()
 
 
-def free_ports(number: int) -> list[int]:
-    """Ports that were free a moment ago, for programs that must be told one."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
-        return [s.getsockname()[1] for s in sockets]
+def free_ports(number: int) -> int:
+    """The first of so many consecutive ports that were free a moment ago, for programs that must be told theirs. Not among
+    those that the kernel gives to outgoing connections, one of which could have it by now."""
+    while True:
+        first = random.SystemRandom().randrange(20_000, FIRST_EPHEMERAL_PORT - number)
+        with ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + number):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
