@@ -102,7 +102,7 @@ class AsyncLLM(EngineClient):
         )
         self.stats = StatLoggers(self.output_processor)
         core_client.ranks.before_serving = self._restore
-        core_client.on_abort = self._on_abort_elsewhere
+        core_client.on_abort = self.sender.on_abort_elsewhere
         core_client.on_bound = lambda handle, rank_id: self.output_processor.set_rank(handle, rank_id.rank, clock())
         self._own_run_directory: str | None = None
         self._warnings: set[str] = set()  # that have been said: each once
@@ -345,13 +345,6 @@ class AsyncLLM(EngineClient):
     async def abort_queued(self) -> None:
         self.sender.abort_queued()
         self.core_client.abort_elsewhere(None)
-
-    def _on_abort_elsewhere(self, request_id: str | None) -> None:
-        """Another front end was asked to."""
-        if request_id is None:
-            self.sender.abort_queued()
-        else:
-            self.sender.abort(request_id)
 
     def abort_all(self) -> None:
         """Ends everything in flight: every reader gets its partial answer with finish reason "abort"."""

@@ -188,6 +188,13 @@ class RequestSender:
         """Ends the requests that no rank has yet, in whole or in part."""
         self.leave_ranks(self._outputs.abort_sequences([*self._core_client.queued_handles, *self._failover.waiting_handles]))
 
+    def on_abort_elsewhere(self, request_id: str | None) -> None:
+        """Another front end was asked to. None: what no rank has yet."""
+        if request_id is None:
+            self.abort_queued()
+        else:
+            self.abort(request_id)
+
     def abort_all(self) -> None:
         self.leave_ranks(self._outputs.abort_all())
 
