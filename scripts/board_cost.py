@@ -18,6 +18,7 @@ import termios
 import threading
 import time
 from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import Synchronized
 
 from aiohttp import web
 
@@ -26,13 +27,13 @@ from scripts.board_scenes import status_at
 WARM_UP_S = 6.0
 
 
-def serve(num_ranks: int, port: Connection) -> None:
+def serve(num_ranks: int, port: Connection, num_looks: Synchronized[int]) -> None:
     """Says its port. Documents are made in advance: this process has little to do beside the one that is measured."""
     documents = [web.json_response(status_at(num_ranks, 60 + i / 4).to_document()).body for i in range(240)]
-    looks = iter(range(10**9))
 
     async def status(_request: web.Request) -> web.Response:
-        return web.Response(body=documents[next(looks) % len(documents)], content_type="application/json")
+        num_looks.value += 1
+        return web.Response(body=documents[num_looks.value % len(documents)], content_type="application/json")
 
     async def on_start(_app: web.Application) -> None:
         port.send(sock.getsockname()[1])
@@ -52,10 +53,11 @@ def cpu_s(pid: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(num_ranks: int, interval_s: float, seconds: float) -> tuple[float, float]:
-    """Share of a core, and bytes a second to the terminal."""
+def measure(num_ranks: int, interval_s: float, seconds: float) -> tuple[float, float, float]:
+    """Share of a core, bytes a second to the terminal, and looks a second that it took at the endpoint."""
     here, there = multiprocessing.Pipe()
-    server = multiprocessing.Process(target=serve, args=(num_ranks, there), daemon=True)
+    num_looks = multiprocessing.Value("i", 0)
+    server = multiprocessing.Process(target=serve, args=(num_ranks, there, num_looks), daemon=True)
     server.start()
     url = f"http://127.0.0.1:{here.recv()}"
     master, slave = pty.openpty()
@@ -72,10 +74,12 @@ def measure(num_ranks: int, interval_s: float, seconds: float) -> tuple[float, f
     threading.Thread(target=read, daemon=True).start()
     try:
         time.sleep(WARM_UP_S)
-        start_s, start_cpu_s, start_bytes = time.monotonic(), cpu_s(board.pid), num_bytes
+        start_s, start_cpu_s, start_bytes, start_looks = time.monotonic(), cpu_s(board.pid), num_bytes, num_looks.value
         time.sleep(seconds)
         elapsed_s = time.monotonic() - start_s
-        return (cpu_s(board.pid) - start_cpu_s) / elapsed_s, (num_bytes - start_bytes) / elapsed_s
+        grown = (cpu_s(board.pid) - start_cpu_s, num_bytes - start_bytes, num_looks.value - start_looks)
+        share, per_s, looks_per_s = (growth / elapsed_s for growth in grown)
+        return share, per_s, looks_per_s
     finally:
         board.kill()
         board.wait()
@@ -90,8 +94,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     args = parser.parse_args()
     for num_ranks in args.ranks:
-        share, per_s = measure(num_ranks, args.interval, args.seconds)
-        print(f"{num_ranks:>3} ranks, a look every {args.interval:g} s: {share:.2%} of a core, {per_s / 1000:.1f} kB/s")
+        share, per_s, looks_per_s = measure(num_ranks, args.interval, args.seconds)
+        print(f"{num_ranks:>3} ranks, {looks_per_s:.2f} looks a second: {share:.2%} of a core, {per_s / 1000:.1f} kB/s")
 
 
 if __name__ == "__main__":

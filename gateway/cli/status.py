@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
@@ -13,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+import uvloop
 from rich.console import Console
 
 from gateway.dashboard.board import Board
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_json_of(feed: StatusFeed) -> int:
-    asyncio.run(_read_once(feed, Board(feed.urls)))
+    uvloop.run(_read_once(feed, Board(feed.urls)))
     print_json(feed.latest)
     sys.stdout.flush()  # here, where a reader that has gone is met
     return feed.exit_code
@@ -65,13 +65,13 @@ def _draw(feed: StatusFeed, args: argparse.Namespace) -> int:
     ascii_only = args.ascii or console.options.ascii_only
     with contextlib.suppress(KeyboardInterrupt):
         if args.once:
-            asyncio.run(_read_once(feed, board))
+            uvloop.run(_read_once(feed, board))
             show(console, board, ascii_only=ascii_only, now=time.monotonic())
             sys.stdout.flush()
         elif console.is_terminal and not console.is_dumb_terminal and sys.stdout.isatty():
-            ended_by = asyncio.run(_live(console, feed, args.interval, board, ascii_only=ascii_only))
+            ended_by = uvloop.run(_live(console, feed, args.interval, board, ascii_only=ascii_only))
         else:
-            asyncio.run(_follow(console, feed, args.interval, board, ascii_only=ascii_only))
+            uvloop.run(_follow(console, feed, args.interval, board, ascii_only=ascii_only))
     return 128 + ended_by if ended_by else feed.exit_code
 
 

@@ -8,6 +8,12 @@ from collections.abc import Hashable
 WINDOW_S = 60
 
 
+def _mean(values: list[float | None]) -> float | None:
+    """Of those that are known."""
+    known = [value for value in values if value is not None] if None in values else values
+    return sum(known) / len(known) if known else None  # type: ignore[arg-type]  # there is no None in it
+
+
 class Series:
     """A number over the last minute, as the mean of each second. Seconds of which nothing is known are None."""
 
@@ -30,19 +36,13 @@ class Series:
         self._second, self._num_readings = second, 1
 
     def buckets(self, width: int, now: float) -> list[float | None]:
-        """The last minute in `width` parts, oldest first. The parts lie on fixed seconds: from one frame to the next a picture
-        made of them stands still or moves by whole cells."""
-        size = WINDOW_S / width
-        first = int(int(now) / size) - width + 1
-        sums, counts = [0.0] * width, [0] * width
-        second = self._second - len(self._values)
-        for value in self._values:
-            second += 1
-            index = int(second / size) - first
-            if value is not None and 0 <= index < width:
-                sums[index] += value
-                counts[index] += 1
-        return [total / num if num else None for total, num in zip(sums, counts, strict=True)]
+        """The last minute in `width` parts, a divisor of 60, oldest first. The parts lie on fixed seconds: from one frame to
+        the next a picture made of them stands still or moves by whole cells."""
+        size = WINDOW_S // width
+        start = self._second - len(self._values) + 1  # second of the first value
+        first = (int(now) // size - width + 1) * size - start
+        values = list(self._values)
+        return [_mean(values[max(0, i) : max(0, i + size)]) for i in range(first, first + WINDOW_S, size)]
 
     @property
     def largest(self) -> float:

@@ -93,7 +93,7 @@ def _series(rank: RankStatus) -> list[_Row]:
 
 def _series_line(board: Board, key: RankKey, row: _Row, now: float, line: Line, glyphs: Glyphs) -> Line:
     title, number, name, full = row
-    width = min(WINDOW_S, line.width - 32)
+    width = WINDOW_S if line.width >= WINDOW_S + 32 else WINDOW_S // 2 if line.width >= 62 else 6
     values = board.history.buckets((name, *key), width, now)
     scale = full or round_scale(board.history.largest((name, *key)), 10)
     line.add(f" {title}".ljust(LABEL_WIDTH), DIM).add(f"{number:>6} ", BOLD).add(sparkline(values, scale, glyphs), CYAN)

@@ -182,7 +182,7 @@ def _spark(width: int) -> _Column:
 def columns_of(width: int) -> tuple[int, list[_Column]]:
     """The gap before each column, and the columns. The last one gets what is left."""
     if width < 100:
-        return 1, [_waiting(8), _running(8), _kv(9), _RATE, _spark(7), _STEP, _SIGNAL, _HITS, _RESTARTS]
+        return 1, [_waiting(8), _running(8), _kv(10), _RATE, _spark(6), _STEP, _SIGNAL, _HITS, _RESTARTS]
     death = _Column("last death", 0, _draw_death, is_left=True)
     if width < 170:
         return 2, [_waiting(9), _running(9), _kv(10), _RATE, _spark(12), _STEP, _SIGNAL, _HITS, _RESTARTS, death]

@@ -208,7 +208,7 @@ class _Page:
         """What goes on now."""
         board = self.board
         ranks = [rank for _, rank in board.ranks]
-        width = 50 if self.view.width >= 170 else 22 if self.view.width >= 110 else 12
+        width = 60 if self.view.width >= 190 else 20 if self.view.width >= 110 else 12
         front_ends = [f for status in board.statuses for f in status.front_ends]
         line = self.line()
         for title, name in (("out", "generation_tokens_per_s"), ("in", "prompt_tokens_per_s")):

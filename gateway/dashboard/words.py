@@ -101,9 +101,7 @@ def bar(share: float, width: int, glyphs: Glyphs) -> str:
     """Without its empty part. What is there shows, however little."""
     steps = len(glyphs.bar)
     filled = round(steps * width * min(1.0, max(0.0, share)))
-    if share > 0:
-        filled = max(1, filled)
-    whole, part = divmod(filled, steps)
+    whole, part = divmod(max(1, filled) if share > 0 else filled, steps)
     return glyphs.bar[-1] * whole + (glyphs.bar[part - 1] if part else "")
 
 
