@@ -22,7 +22,7 @@ from scripts.benchmarks import servers
 from scripts.robustness.common import Answer, client_session, every, simulated_server, status_of, stream, summary_ms, url_of
 
 COSTS = ["step_ms=15", "prefill_us=20", "seq_us=50"]
-MAX_TOKENS, PROMPT_WORDS = 40, 60
+MAX_TOKENS, PROMPT_WORDS = 16, 60
 DRAIN_TIMEOUT_S = 5.0
 QUIET_S = 3.0  # of plain load, before, between and after
 
