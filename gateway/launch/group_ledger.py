@@ -92,7 +92,7 @@ class GroupLedger:
     def __init__(self, ranks: Iterable[int], max_restarts: int) -> None:
         self._max_restarts = max_restarts
         self._ranks = {rank: _Rank(RestartBudget(max_restarts, FIRST_BACKOFF_S)) for rank in ranks}
-        self._past_epochs: dict[int, int] = {}  # of removed ranks: a frame of theirs must not pass for a successor's
+        self._removed: dict[int, _Rank] = {}  # a frame of theirs must not pass for a successor's, and counters go on
         self._was_up = False
         self.failed: str | None = None  # the start failed, or no rank is left
 
@@ -215,7 +215,13 @@ class GroupLedger:
     def add(self, rank: int) -> None:
         assert rank not in self._ranks
         budget = RestartBudget(self._max_restarts, FIRST_BACKOFF_S)
-        self._ranks[rank] = _Rank(budget, epoch=self._past_epochs.get(rank, 0), is_added=True)
+        epoch, restarts = self._past(rank)
+        self._ranks[rank] = _Rank(budget, epoch=epoch, restarts=restarts, is_added=True)
+
+    def _past(self, rank: int) -> tuple[int, int]:
+        """Epoch and restarts of the removed rank that had this number."""
+        removed = self._removed.get(rank)
+        return (0, 0) if removed is None else (removed.epoch, removed.restarts)
 
     def remove_down(self, rank: int) -> None:
         """Takes one away that is down."""
@@ -260,7 +266,7 @@ class GroupLedger:
         return None
 
     def _drop(self, rank: int) -> None:
-        self._past_epochs[rank] = self._ranks.pop(rank).epoch
+        self._removed[rank] = self._ranks.pop(rank)
 
     # --- what follows from a death ---
 
@@ -295,6 +301,6 @@ class GroupLedger:
             r.budget.check_invariants()
             assert r.state == "dead" or not r.restart_pending, f"rank {rank} is alive and awaits a restart"
             assert r.state == "draining" or not r.leaving, f"rank {rank} is {r.state} and leaves"
-            first = self._past_epochs.get(rank, 0)
+            first, _ = self._past(rank)
             assert (r.state == "new") == (r.epoch == first), f"rank {rank}: state {r.state} in epoch {r.epoch} after {first}"
         assert not self._is_nobody_left() or self.failed is not None, "no rank is left and nobody says why"

@@ -6,7 +6,18 @@ import asyncio
 
 import pytest
 
-from cores.messages import AddRequest, GroupOrder, GroupOrderDone, RankDied, RankId, RankIdle, RankRecord
+from cores.messages import (
+    AddRequest,
+    GroupOrder,
+    GroupOrderDone,
+    Heartbeat,
+    RankDied,
+    RankId,
+    RankIdle,
+    RankLoad,
+    RankRecord,
+    SchedulerStats,
+)  # fmt: skip
 from gateway.core_client.base import EngineDied
 from gateway.errors import EngineDeadError, InvalidRequestError
 from tests.gateway.core_client.fake_group import FakeEngine, FakeGroup
@@ -66,6 +77,18 @@ async def test_an_added_rank_takes_requests_and_a_removed_one_is_gone_with_what_
     group.client.note_moved(died, 0, 0)
     assert group.client.on_engine_died(died) == []
     assert [message for message in group.said if isinstance(message, RankDied)] == []
+
+
+async def test_a_rank_that_gets_the_number_of_a_removed_one_counts_on(group: FakeGroup) -> None:
+    for epoch in (1, 2):
+        group.tell_state(*READY, RankRecord(2, epoch, "starting"))
+        await group.until(lambda: len(group.client.rank_statuses(0.0)) == 3)
+        engine = await group.begin_life(RankId(2, epoch))
+        await group.until(lambda: group.state(2) == "ready")
+        await engine.say(Heartbeat(RankId(2, epoch), 1, False, 0, RankLoad(), SchedulerStats(num_generation_tokens=10)))
+        await group.until(lambda total=10 * epoch: group.client.rank_statuses(0.0)[2].generation_tokens == total)
+        group.tell_state(*READY)
+        await group.until(lambda: len(group.client.rank_statuses(0.0)) == 2)
 
 
 async def test_the_first_word_of_an_added_rank_is_kept_if_it_comes_before_the_launchers(group: FakeGroup) -> None:

@@ -212,3 +212,14 @@ def test_orders_that_do_not_fit_the_state_are_refused(group: Group) -> None:
         group.ledger.drain(1)
     with pytest.raises(OrderError, match="rank 1 is dead: only a rank that drains can be taken back"):
         group.ledger.undrain(1)
+
+
+def test_a_rank_that_gets_the_number_of_a_removed_one_counts_its_restarts_on(group: Group) -> None:
+    group.bring_up()
+    assert group.ledger.on_death(RankId(0, 1), "killed", now=0.0) == Restart(1.0)
+    group.ledger.on_ready(group.ledger.begin(0))
+    group.ledger.leave(0, "remove")
+    assert group.ledger.on_death(RankId(0, 2), "removed by an operator", now=1.0) == Removed()
+    group.ledger.add(0)
+    records = {record.rank: record for record in group.ledger.snapshot().ranks}
+    assert records[0].restarts == 1
