@@ -148,7 +148,7 @@ async def test_board_and_alerts_through_a_bad_quarter_of_an_hour(
     assert prometheus.query(f"{resets} > 0") == [], "a counter went back"
     assert not any(map(prometheus.was_true, STAYS_QUIET))
     await asyncio.to_thread(server.stop)
-    await until(lambda: prometheus.was_true("GatewayDown"), "the server is gone")
+    await until(lambda: prometheus.query(ALERTS["GatewayDown"]), "the server is gone")
 
 
 async def check_a_calm_server(server: Any, prometheus: Prometheus, promtool: str) -> None:
