@@ -120,7 +120,7 @@ def main() -> int:
     for name, dtype, count, settings in (
         ("bfloat16", "bfloat16", args.sequences, {}),
         ("float32", "float32", args.sequences, {}),
-        ("bfloat16, a token at a time", "bfloat16", args.sequences // 4, ONE_AT_A_TIME),
+        ("bfloat16, a token at a time", "bfloat16", max(2, args.sequences // 32), ONE_AT_A_TIME),
     ):
         outcome = compare(name, model, dtype, prompts[:count], random.Random(args.seed), **settings)
         print(outcome.line(), flush=True)
