@@ -31,6 +31,7 @@ class RequestResult:
     num_output_tokens: int = 0  # as the endpoint counts them
     rank: str | None = None
     error: str | None = None
+    has_begun: bool = False  # something of the answer came
 
 
 class _Delta(msgspec.Struct):
@@ -128,22 +129,32 @@ class BenchClient:
 
     async def send(self, planned: PlannedRequest, body: dict[str, Any]) -> RequestResult:
         """Never raises for what the endpoint does: that is the result."""
-        assert self._session is not None
         path = "/v1/chat/completions" if self._chat else "/v1/completions"
         result = RequestResult(time.monotonic(), len(planned.prompt_token_ids))
         try:
-            async with self._session.post(self._url + path, json=body) as response:
-                result.rank = response.headers.get("X-Gateway-Rank")
-                if response.status != 200:
-                    result.error = f"{response.status}: {await _error_message(response)}"
-                else:
-                    result.error = await _read_stream(_pieces(response), result)
+            try:
+                await self._post(path, body, result)
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                if result.has_begun:
+                    raise
+                # A connection that was kept, and that the server ended just as we took it: after an error in a stream it does.
+                await self._post(path, body, result)
         except TimeoutError:
             result.error = f"nothing came for {self._timeout.sock_read:g} s"
         except (aiohttp.ClientError, OSError) as error:
             result.error = f"{type(error).__name__}: {error}"
         result.end_s = time.monotonic()
         return result
+
+    async def _post(self, path: str, body: dict[str, Any], result: RequestResult) -> None:
+        assert self._session is not None
+        async with self._session.post(self._url + path, json=body) as response:
+            result.has_begun = True
+            result.rank = response.headers.get("X-Gateway-Rank")
+            if response.status != 200:
+                result.error = f"{response.status}: {await _error_message(response)}"
+            else:
+                result.error = await _read_stream(_pieces(response), result)
 
     async def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         assert self._session is not None
