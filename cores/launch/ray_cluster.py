@@ -37,6 +37,8 @@ _OUTLIVE_HEAD = {"RAY_gcs_rpc_server_reconnect_timeout_s": "2000000"}
 # Of the whole cluster. Read by Ray's C++ code from the environment.
 _CLUSTER_VARIABLES = {
     **_OUTLIVE_HEAD,
+    # Ray gives its workers niceness 15: on a machine with other work a rank would get the cores last.
+    "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
     # An idle worker for each core, started in advance: 80 MiB each, and no rank ever uses one.

@@ -48,7 +48,9 @@ class TestRayActorLauncher(RankLauncherContract):
         monkeypatch.setenv("OF_THE_LAUNCHER_ALONE", "1")
         handle = await launcher.start(place.launch())
         await place.until(EngineReady)
-        environment = psutil.Process(handle.pid).environ()
+        process = psutil.Process(handle.pid)
+        assert process.nice() == psutil.Process().nice()  # Ray by itself makes its workers nice
+        environment = process.environ()
         assert environment["OMP_NUM_THREADS"] == "2"
         assert environment["OMP_WAIT_POLICY"] == "passive"
         assert "OF_THE_LAUNCHER_ALONE" not in environment
