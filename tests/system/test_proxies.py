@@ -268,6 +268,23 @@ async def test_an_endpoint_that_hangs_is_noticed_without_a_request_that_waits_fo
         await asyncio.to_thread(proxy.stop)
 
 
+async def test_a_request_does_not_go_again_and_again_to_an_endpoint_that_is_idle_because_it_refuses(fleet: Fleet) -> None:
+    fleet.hold()
+    answers = []
+    for _ in range(12):
+        answers.append(asyncio.create_task(fleet.post(stream=True).__aenter__()))
+        await fleet.arrival()
+    idle = fleet.endpoints[0]
+    for request in idle.engine.requests:
+        request.put("Hello", finish_reason="stop")
+    idle.engine.overload = OverloadedError("the server is shutting down")
+    fleet.say("Hello")
+    assert 0 not in await fleet.ranks_of(16)
+    for answer in answers:
+        answer.cancel()
+
+
+@pytest.mark.parametrize("proxy_name", ["haproxy", "nginx"], indirect=True)  # Envoy draws before it looks
 async def test_a_request_goes_where_the_fewest_are_under_way(fleet: Fleet) -> None:
     fleet.hold()
     answers = []
