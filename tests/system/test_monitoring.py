@@ -40,7 +40,7 @@ class Prometheus:
             config = config.replace(shipped, ours)
         (directory / "prometheus.yml").write_text(config)
         (directory / "alerts.yml").write_bytes((CONFIGS / "alerts.yml").read_bytes())
-        (port,) = free_ports(1)
+        port = free_ports(1)
         self._url = f"http://127.0.0.1:{port}"
         arguments = ["--config.file", directory / "prometheus.yml", "--storage.tsdb.path", directory / "data"]
         with (directory / "log").open("wb") as log:
