@@ -216,15 +216,11 @@ class Ranks:
             life.pid, life.start_progress = record.pid, record.start_progress
             rank.restart_pending = record.restart_pending
             life.is_leaving = life.is_leaving or record.is_leaving
-            if record.state == "draining" and life.health.state is not RankState.DRAINING:
-                self.events.add("drain", record.rank, f"epoch {record.epoch} gets no new requests", now, record.epoch)
+            self._note_drain(life, record.state, now)
             if record.state == "dead":
                 self._read_all()  # what the rank still said comes before the news of its death
                 self.declare_dead(life.rank_id, record.cause or "unknown cause", tell_launcher=False)
-            was_draining = life.health.state is RankState.DRAINING
             life.health.on_launcher_state(record.state, now)
-            if was_draining and life.health.state is RankState.READY:
-                self.events.add("drain", record.rank, f"epoch {record.epoch} gets new requests again", now, record.epoch)
             life.is_up = record.state in ("ready", "draining")
         self.tell_idle()
         self._note_change()
@@ -232,6 +228,17 @@ class Ranks:
         self._check_all_ready()
         if group.failed is not None and self.failure is None:
             self._give_up(group.failed)
+
+    def _note_drain(self, life: RankLife, told_state: str, now: float) -> None:
+        """Snapshots repeat what was told before, and our own state may be another one: only a new word is an event."""
+        before, life.told_state = life.told_state, told_state
+        rank, epoch = life.rank_id.rank, life.rank_id.epoch
+        if life.health.state is RankState.DEAD:
+            return
+        if told_state == "draining" and before != "draining":
+            self.events.add("drain", rank, f"epoch {epoch} gets no new requests", now, epoch)
+        elif told_state == "ready" and before == "draining":
+            self.events.add("drain", rank, f"epoch {epoch} gets new requests again", now, epoch)
 
     def _note_membership(self, numbers: set[int], now: float) -> None:
         """An operator has added ranks, or removed some."""

@@ -50,6 +50,21 @@ async def test_a_draining_rank_gets_nothing_and_its_idleness_is_said_once_its_la
     assert [event.text for event in group.client.events.events(group.clock())][-1] == "epoch 1 gets new requests again"
 
 
+async def test_a_drain_is_one_event_however_often_it_is_told_and_whatever_we_think_of_the_rank(group: FakeGroup) -> None:
+    draining = RankRecord(2, 1, "draining")
+    for _ in range(3):  # it has not yet connected to us: to a front end that has started again, say
+        group.tell_state(*READY, draining)
+    await group.until(lambda: len(group.client.rank_statuses(0.0)) == 3)
+    await group.begin_life(TWO)
+    await group.until(lambda: group.state(2) == "draining")
+    for num_seen, state in enumerate(("draining", "draining", "ready", "ready", "draining")):
+        group.tell_state(*READY, RankRecord(2, 1, state, restarts=num_seen))
+        await group.until(lambda n=num_seen: group.client.rank_statuses(0.0)[2].restarts == n)
+    texts = [event.text for event in group.client.events.events(0.0) if event.rank == 2 and event.kind == "drain"]
+    no_more, again = "epoch 1 gets no new requests", "epoch 1 gets new requests again"
+    assert texts == [no_more, again, no_more]
+
+
 async def test_an_end_by_order_is_no_death_and_blames_no_request(group: FakeGroup) -> None:
     handle, _ = group.add_request(pinned_rank=0)
     group.tell_state(RankRecord(0, 1, "draining", is_leaving=True), READY[1])
