@@ -83,7 +83,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         # Named as Jinja does: a template's keywords may be any.
-        receiver = getattr(__obj, "__self__", None)
+        # Of `format` Jinja hands out a wrapper of its own, which remembers the method.
+        receiver = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(receiver, str):
             _check_text_method(__obj.__name__, receiver, args, kwargs)
         return super().call(__context, __obj, *args, **kwargs)

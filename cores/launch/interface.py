@@ -33,6 +33,11 @@ class RankHandle(Protocol):
     def node(self) -> str: ...
 
     @property
+    def node_id(self) -> str:
+        """Unlike the name, no other node has it."""
+        ...
+
+    @property
     def node_silent_s(self) -> float:
         """For how long its node has not answered; 0 on this node."""
         ...

@@ -16,7 +16,7 @@ class LocalRank:
     def __init__(self, child: ChildProcess) -> None:
         self._child = child
         self.pid: int | None = child.pid
-        self.node = os.uname().nodename
+        self.node = self.node_id = os.uname().nodename
         self.node_silent_s = 0.0
 
     @property

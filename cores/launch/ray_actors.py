@@ -109,13 +109,13 @@ class RayRank:
         actor: Any,
         life: Any,
         pid: int,
-        node: str,
+        node: Node,
         watch: NodeWatch | None,
         log: LogPipe | None,
         on_end: Callable[[], None],
     ) -> None:
         self.pid: int | None = pid
-        self.node = node
+        self.node, self.node_id = node.name, node.node_id
         self._actor = actor
         self._process = pid
         self._watch = watch
@@ -308,7 +308,7 @@ class RayActorLauncher:
                 log.path.unlink()
             undo.pop_all()
             watch = None if is_here else NodeWatch(node)
-            return RayRank(actor, actor.run.remote(to_plain(launch)), pid, node.name, watch, log, on_end)
+            return RayRank(actor, actor.run.remote(to_plain(launch)), pid, node, watch, log, on_end)
 
     @staticmethod
     def _options(name: str, node: Node, num_gpus: int, variables: Mapping[str, str]) -> dict[str, Any]:

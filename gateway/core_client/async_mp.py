@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 TICK_INTERVAL_S = 0.25  # how often silence is looked at; an edge that ZMQ swallowed costs this at most
 MAX_TICK_S = 1.0
+UNREACHABLE_S = 1.0  # the launcher has the better cause of a process's end, and knows it after 0.1 s
 READY_MARGIN_S = 30.0  # the launcher's own bound strikes first, with the engine's cause
 
 
@@ -220,7 +221,12 @@ class AsyncMPClient(EngineCoreClient):
         self._sent.pop(handle, None)
 
     def _send(self, life: RankLife, command: Callable[[int], m.Command]) -> int:
-        return self._rank_link.send(life, command)
+        try:
+            return self._rank_link.send(life, command)
+        except EngineDeadError:
+            if life.unreachable_s is None:
+                life.unreachable_s = self._clock()
+            raise
 
     # --- utilities ----------------------------------------------------------------------------------------------------
 
@@ -329,6 +335,7 @@ class AsyncMPClient(EngineCoreClient):
 
     def _on_load(self, life: RankLife, step: int, command_seq: int, load: m.RankLoad, now: float) -> None:
         life.load, life.load_at_s = load, now
+        life.commands_seen.on_report(command_seq)
         self.ledger.on_report(life.rank_id, step, command_seq, load, now)
         self._on_room()
 
@@ -359,10 +366,20 @@ class AsyncMPClient(EngineCoreClient):
             if not was_late:
                 self.ranks.look_for_silence(now)
             looked_s = now
+            self._look_for_broken_lines(now)
             self._note_eligible()
             self.ranks.tell_idle()
             if self.embedded is not None and self.embedded.exit_code is not None and self.failure is None:
                 self.ranks.fail(f"the launcher ended with exit code {self.embedded.exit_code}")
+
+    def _look_for_broken_lines(self, now: float) -> None:
+        for life in self.ranks.lives:
+            if life.unreachable_s is not None and now - life.unreachable_s >= UNREACHABLE_S:
+                # Its process may live, but what we could not send, aborts among it, it will never know.
+                self.ranks.declare_dead(life.rank_id, "it cannot be reached: its connection broke")
+            elif life.health.is_serving and life.commands_seen.is_time_to_ask(life.last_seq, now):
+                with contextlib.suppress(EngineDeadError):
+                    self._send(life, lambda seq: m.AbortRequests(seq, ()))
 
     def _on_ticker_done(self, task: asyncio.Task[None]) -> None:
         """Without it a silent rank would look alive for ever."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from balancer.rank_health import RankHealth
+from balancer.rank_health import RankHealth, RankState
 from cores.messages import EngineReady, RankId, RankLoad, SchedulerStats
+from gateway.core_client.commands_seen import CommandsSeen
 from gateway.status import LifeCounters, RankStatus, sum_of_lives
 
 MIN_RATE_INTERVAL_S = 0.4  # a heartbeat comes every 0.5 s, more or less
@@ -38,6 +39,7 @@ class RankLife:
     start_progress: float = 0.0  # how much of its weights it has loaded, from 0 to 1
     last_seq: int = 0  # of the commands sent to it
     told_state: str = ""  # the launcher's last word
+    unreachable_s: float | None = None  # since when it can be sent none
     is_up: bool = False  # the launcher has heard that it is ready
     is_leaving: bool = False  # it ends by an operator's order
     has_told_idle: bool = False  # it drains, and the launcher knows that we have nothing on it
@@ -61,6 +63,22 @@ class RankLife:
             stalls=self.num_stalls,
             deaths=int(self.has_died),
         )
+
+    commands_seen: CommandsSeen = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.commands_seen = CommandsSeen(self.last_seq)
+
+    @property
+    def is_eligible(self) -> bool:
+        return self.health.is_eligible and self.unreachable_s is None
+
+    @property
+    def condition(self) -> str:
+        """For people."""
+        state = self.health.state
+        is_lost = self.unreachable_s is not None and state is not RankState.DEAD
+        return "cannot be reached" if is_lost else f"is {state.value}"
 
 
 @dataclass(slots=True)

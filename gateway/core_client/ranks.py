@@ -326,7 +326,7 @@ class Ranks:
     def eligible(self) -> list[m.RankId]:
         """The ready ranks. Where there is none, those that are only silent: most likely they are slow, and if not, failover
         takes back what they get."""
-        ready = [life.rank_id for life in self.lives if life.health.is_eligible]
+        ready = [life.rank_id for life in self.lives if life.is_eligible]
         return ready or [life.rank_id for life in self.lives if life.health.state is RankState.SUSPECT]
 
     def eligible_for(self, lora_name: str | None) -> list[m.RankId]:
@@ -351,7 +351,8 @@ class Ranks:
     @property
     def awaits_restart(self) -> bool:
         """No rank serves, or only such that an operator has just restarted; but one will."""
-        if self.failure is not None or any(life.health.is_serving and not life.is_leaving for life in self.lives):
+        reachable = [life for life in self.lives if life.health.is_serving and life.unreachable_s is None]
+        if self.failure is not None or any(not life.is_leaving for life in reachable):
             return False
         is_ordered = any(life.is_leaving or life.health.state is RankState.RESTARTING for life in self.lives)
         return is_ordered or self._fault.engine_restarts > 0
@@ -359,8 +360,9 @@ class Ranks:
     def unavailable(self, what: str = "no rank can take a request now") -> OverloadedError | EngineDeadError:
         if self.failure is not None:
             return EngineDeadError(f"the engine is dead: {self.failure}", cause=self.failure)
-        states = ", ".join(f"rank {number} is {rank.life.health.state.value}" for number, rank in self._ranks.items())
-        return OverloadedError(f"{what}: {states}")
+        return OverloadedError(
+            f"{what}: {', '.join(f'rank {number} {rank.life.condition}' for number, rank in self._ranks.items())}"
+        )
 
     @property
     def num_reported_tokens(self) -> int:

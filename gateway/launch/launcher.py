@@ -335,6 +335,7 @@ class Launcher:
         self._shutdown = Shutdown(drain_timeout_s)
         self._tell_front_ends(self._shutdown)
         await self._stop_front_ends(drain_timeout_s + (FAILED_END_TIMEOUT_S if failed else DRAIN_MARGIN_S))
+        self._stop_ticker()
         logger.info("stopping the ranks")
         for rank_id in self._ranks.living:
             self._control.send(rank_id.identity, Shutdown(0.0))
@@ -346,8 +347,13 @@ class Launcher:
 
     def _retire(self) -> None:
         self._ranks.retire()
-        for task in (*self._orders, *filter(None, [self._ticker])):
-            task.cancel()
+        for order in self._orders:
+            order.cancel()
+
+    def _stop_ticker(self) -> None:
+        """Not before the front ends have ended: a node may be lost while they finish what they have."""
+        if self._ticker is not None:
+            self._ticker.cancel()
 
     async def _stop_front_ends(self, timeout_s: float) -> None:
         await asyncio.gather(*(front_end.stop(timeout_s) for front_end in self._front_ends))
@@ -355,6 +361,7 @@ class Launcher:
     async def kill(self) -> None:
         """The same without asking anybody."""
         self._retire()
+        self._stop_ticker()
         await self._stop_front_ends(0.0)
         await self._ranks.stop(0.0)
         await self._rank_launcher.close()

@@ -184,10 +184,11 @@ class RankSupervisor:
         for life in self._lives.values():
             if life.handle is not None and not life.death.done():
                 silent_s = min(now - life.heard_s, life.handle.node_silent_s)
-                by_node.setdefault(life.handle.node, []).append((life, silent_s))
-        for node, lives in by_node.items():
+                by_node.setdefault(life.handle.node_id, []).append((life, silent_s))
+        for lives in by_node.values():
             silent_s = min(silent_s for _, silent_s in lives)
             if silent_s >= LOST_NODE_S:
+                node = next(life.handle.node for life, _ in lives if life.handle is not None)
                 logger.error("node %s is gone: nothing was heard of it or its ranks for %.1f s", node, silent_s)
                 cause = f"node {node} is gone: nothing was heard of it or its ranks for {silent_s:.1f} s"
                 for life, _ in lives:

@@ -70,6 +70,10 @@ class FakeEngine:
         """As if it had said so much into a connection that broke."""
         self._num_said += num_messages
 
+    def lose_commands(self) -> None:
+        """The line for commands breaks, and it does not come back on it."""
+        self._commands.close()
+
     def hang_up(self) -> None:
         self._commands.close()
         self._outputs.close()

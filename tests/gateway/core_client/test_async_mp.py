@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from cores.messages import (
@@ -17,7 +19,7 @@ from cores.messages import (
     RankSuspected,
     SchedulerStats,
 )
-from gateway.core_client.base import EngineDied, EngineFailed
+from gateway.core_client.base import EngineDied, EngineFailed, RanksChanged
 from gateway.errors import EngineDeadError, EngineGenerateError, OverloadedError
 from tests.gateway.core_client.fake_group import FakeGroup
 
@@ -100,6 +102,48 @@ async def test_a_connection_that_broke_with_tokens_in_it_ends_that_life_before_t
     assert group.client.num_stale_frames == 1
 
 
+async def test_a_rank_that_can_be_sent_nothing_gets_no_more_requests_and_is_dead_after_a_second_although_it_speaks(
+    group: FakeGroup,
+) -> None:
+    handle, _ = group.add_request(pinned_rank=0)
+    group.engines[0].lose_commands()
+    await group.until(lambda: cannot_be_sent(group, 0))
+    assert {group.add_request()[1] for _ in range(4)} == {ONE}
+    assert group.state(0) == "ready"
+    group.clock.sleep(1.5)
+    await group.engines[0].say(group.outputs(ZERO, 1, handle))
+    died = await group.received()
+    while isinstance(died, EngineCoreOutputs | RanksChanged):
+        died = await group.received()
+    assert died == EngineDied(ZERO, "it cannot be reached: its connection broke")
+    await group.until(lambda: RankDied(ZERO, died.cause) in group.said)
+    assert handle in [sent.request.handle for sent in group.client.on_engine_died(died)]
+
+
+def cannot_be_sent(group: FakeGroup, rank: int) -> bool:
+    try:
+        group.client.release([group.add_request(pinned_rank=rank)[0]])
+    except EngineDeadError:
+        return True
+    return False
+
+
+async def test_a_command_that_nothing_follows_and_the_rank_has_not_seen_is_followed_by_one_that_asks_for_nothing(
+    group: FakeGroup,
+) -> None:
+    group.add_request(pinned_rank=0)
+    command = await group.engines[0].command()
+    assert isinstance(command, AddRequest)
+    asked = asyncio.create_task(group.engines[0].command())
+
+    def is_asked() -> bool:  # as if the request had got lost: no report tells of it
+        group.clock.sleep(0.1)
+        return asked.done()
+
+    await group.until(is_asked)
+    assert await asked == AbortRequests(command.seq + 1, ())
+
+
 async def test_the_first_proof_of_a_death_counts_and_the_launcher_hears_of_it_once(group: FakeGroup) -> None:
     await group.engines[0].say(EngineCoreDead(ZERO, "out of memory\nTraceback"))
     assert await group.received() == EngineDied(ZERO, "out of memory")
@@ -158,7 +202,7 @@ async def test_a_request_for_a_rank_that_has_hung_up_is_not_on_the_books(group: 
 
     await group.until(is_noticed)
     booked = group.client.ledger.handles_on(ZERO)
-    with pytest.raises(EngineDeadError, match="cannot be reached"):
+    with pytest.raises(OverloadedError, match="rank 0 cannot be reached, rank 1 is ready"):
         group.add_request(pinned_rank=0)
     assert group.client.ledger.handles_on(ZERO) == booked
 

@@ -21,7 +21,7 @@ class FakeRank:
 
     def __init__(self, pid: int) -> None:
         self.pid: int | None = pid
-        self.node = "here"
+        self.node = self.node_id = "here"
         self.node_silent_s = 0.0
         self.was_killed = False
         self._end: asyncio.Future[RankExit] = asyncio.get_running_loop().create_future()
@@ -285,10 +285,10 @@ async def test_stop_waits_for_ordered_ends_and_kills_the_rest(group: Group) -> N
     assert len(group.launcher.launches) == 2
 
 
-def put_on(group: Group, node: str, *ranks: int, node_silent_s: float = 0.0) -> list[FakeRank]:
+def put_on(group: Group, node: str, *ranks: int, node_silent_s: float = 0.0, name: str | None = None) -> list[FakeRank]:
     lives = [group.launcher.lives[RankId(rank, 1)] for rank in ranks]
     for life in lives:
-        life.node, life.node_silent_s = node, node_silent_s
+        life.node, life.node_id, life.node_silent_s = name or node, node, node_silent_s
     return lives
 
 
@@ -305,6 +305,16 @@ async def test_all_ranks_of_a_node_that_is_gone_are_declared_dead_in_one_snapsho
     assert all(group.launcher.lives[RankId(rank, 1)].was_killed for rank in (1, 2, 3))
     await group.supervisor.stop(0.0)
     group.ledger.check_invariants()
+
+
+async def test_a_lost_node_is_noticed_although_another_one_has_the_same_name(group: Group) -> None:
+    await group.bring_up()
+    put_on(group, "id-1", 0, node_silent_s=0.1, name="worker")
+    put_on(group, "id-2", 1, node_silent_s=60.0, name="worker")
+    num_states = len(group.states)
+    group.supervisor.look_for_lost_nodes(time.monotonic() + 2.5)
+    await group.until(lambda: len(group.states) > num_states)
+    assert [record.state for record in group.states[num_states].ranks] == ["ready", "dead"]
 
 
 async def test_a_silent_rank_on_a_node_that_answers_is_not_lost_and_neither_is_one_that_speaks_on_a_silent_node(
