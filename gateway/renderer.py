@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from cores.config import ConfigError
 from gateway.chat_messages import normalise_messages
 from gateway.errors import InvalidRequestError
-from gateway.template_sandbox import TemplateSandbox, bounded_filter
+from gateway.template_sandbox import TemplateSandbox
 from gateway.tokenizer import Tokenizer, read_json
 
 LONG_TEXT_CHARS = 2_000  # about 0.7 ms of tokenizing: longer ones would keep the loop from others' tokens
@@ -96,7 +96,7 @@ class Renderer:
 
     def _compile(self, source: str) -> jinja2.Template:
         env = TemplateSandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock])
-        env.filters["tojson"] = bounded_filter("tojson", _to_json)
+        env.set_filter("tojson", _to_json)
         env.globals |= {
             "raise_exception": _raise_exception,
             "strftime_now": lambda template: self._clock().strftime(template),

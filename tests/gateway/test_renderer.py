@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2.exceptions import SecurityError
 
 from cores.config import ConfigError
 from cores.testing import make_tiny_model_dir, make_tiny_tokenizer
 from gateway.errors import InvalidRequestError
 from gateway.renderer import LONG_TEXT_CHARS, MAX_RENDERED_CHARS, Renderer
+from gateway.template_sandbox import TemplateSandbox
 from gateway.tokenizer import Tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -174,6 +176,19 @@ BOMBS = [
     "{% set n = 2 * 10 ** 7 %}{{ '{:>{w}}'.format('x', w=n) }}",
     "{{ '%20000000d' % 5 }}",
     "{{ '%*d' % (20000000, 5) }}",
+    "{% set x = 'x\\n' * 1000000 %}{{ x | indent(99999) }}",
+    # Memory, by naming one value often.
+    "{% set x = 'x' * 1000000 %}{{ [x] * 1000 }}",
+    "{% set x = 'x' * 1000000 %}{{ [[x] * 1000] * 1000 ~ '' }}",
+    "{% set x = 'x' * 1000000 %}{{ ([x] * 1000) | string | length }}",
+    "{% set x = 'x' * 1000000 %}{{ ([x] * 1000) | tojson | length }}",
+    "{% set x = 'x' * 1000000 %}{{ namespace(x=[x] * 1000) | string | length }}",
+    "{% set x = 'x' * 1000000 %}{{ ('%s' % ([x] * 1000,)) | length }}",
+    "{% set x = 'x' * 1000000 %}{{ '{}'.format([x] * 1000) | length }}",
+    "{% set x = 'x' * 1000000 %}{{ {'k': [x] * 1000}.values() | string | length }}",
+    "{% set ns = namespace(x=1) %}{% set ns.x = ns %}{{ ns | string }}",
+    "{{ ([[0] * 1000000] * 1000) | sum(start=[]) | length }}",
+    "{{ lipsum(999999999) }}",
 ]
 
 
@@ -181,6 +196,43 @@ BOMBS = [
 def test_a_bomb_in_a_template_is_refused_before_it_takes_time_or_memory(bomb: str) -> None:
     with pytest.raises(InvalidRequestError, match="the chat template refused the messages"):
         render(bomb)
+
+
+# None of these values is long, and together they have a hundred times the budget.
+HOARDS = [
+    "{{ ([x] * 10000) | map('upper') | list | length }}",
+    "{{ ([x] * 10000) | map('upper') | join | length }}",
+    "{{ ''.join(([x] * 10000) | map('upper')) | length }}",
+    *(
+        f"{{% set ns = namespace(all=[]) %}}{{% for i in range(10000) %}}{{% set ns.all = [ns.all, {value}] %}}{{% endfor %}}"
+        for value in (
+            "x ~ i", "x + 'y'", "x * 1", "x[1:]", "x | title", "x.lower()", "x | list", "x | string", "x | trim", "x | e",
+            "x.split('y')", "'%s!' % x", "'{}'.format(x)", "[x, x] | tojson", "x.replace('y', '')", "([0] * 200)[1:]",
+            "([0] * 200).copy()",
+        )
+    ),
+    "{% set kept %}{% for i in range(10000) %}{{ x }}{% endfor %}{% endset %}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("hoard", HOARDS)
+def test_a_template_cannot_hoard_many_values_none_of_which_is_too_long(hoard: str) -> None:
+    sandbox = TemplateSandbox(max_total_len=100_000)
+    template = sandbox.template(hoard)
+    sandbox.begin()
+    with pytest.raises(SecurityError, match="values of more than 100000 characters in all"):
+        template.render(x="x" * 1000)
+
+
+def test_the_budget_of_values_is_of_one_rendering_and_looking_costs_nothing() -> None:
+    sandbox = TemplateSandbox(max_total_len=30_000)
+    template = sandbox.template(
+        "{% for i in range(1000) %}{% if x.startswith('y') or x | length < 9 or [x] | first == '' %}{% endif %}{% endfor %}"
+        "{{ (x + x)[1:-1:2] | length }}{{ x | upper | last }}{{ x[:3] }}"
+    )
+    for _ in range(10):
+        sandbox.begin()
+        assert template.render(x="x" * 1000) == "999Xxxx"
 
 
 def test_a_break_outside_of_loops_is_a_broken_template() -> None:
