@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +68,8 @@ class FrontEndBoard:
         self._past: Report | None = None
         self._published_s = 0.0
         self._can_write = True
+        # Whoever waits for a write in a thread may leave in the middle, and the next one come while that thread still writes.
+        self._publishing = threading.Lock()
 
     def open(self) -> None:
         """What our predecessors counted becomes the past."""
@@ -80,18 +83,19 @@ class FrontEndBoard:
     def publish(self, report: Report) -> bool:
         """One that is older than the last is dropped. False when it cannot be written, to a full disk say: the others see how
         old our last word is, and serving goes on."""
-        if report.at_s < self._published_s:
-            return True
-        try:
-            self._write(report)
-            self._published_s = report.at_s
-        except OSError as error:
-            if self._can_write:  # said once, not four times a second
-                logger.error("the other front ends do not hear of this one: %s", error)
-            self._can_write = False
-        else:
-            self._can_write = True
-        return self._can_write
+        with self._publishing:
+            if report.at_s < self._published_s:
+                return True
+            try:
+                self._write(report)
+                self._published_s = report.at_s
+            except OSError as error:
+                if self._can_write:  # said once, not four times a second
+                    logger.error("the other front ends do not hear of this one: %s", error)
+                self._can_write = False
+            else:
+                self._can_write = True
+            return self._can_write
 
     def read(self) -> Posted:
         files = [file for i in range(self._count) if i != self._index and (file := self._read(i)) is not None]

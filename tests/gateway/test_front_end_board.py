@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import threading
 from pathlib import Path
 
 import pytest
 
+from gateway.config import GatewayConfig
 from gateway.front_end_board import FrontEndBoard, Posted, Report, whole_endpoint
 from gateway.metrics import RequestMetrics
 from gateway.output_processor import TokenTimes
+from gateway.server.state import ServerState
 from gateway.status import FrontEndStatus, LifeCounters, LoraStatus, RankStatus, StatusSnapshot, Totals, sum_of_lives
 
 
@@ -88,6 +92,44 @@ def test_an_older_report_does_not_replace_a_newer_one(tmp_path: Path) -> None:
     writer.publish(Report(2.0, make_snapshot(1, 6)))
     assert writer.publish(Report(1.0, make_snapshot(1, 5)))
     assert [report.at_s for report in reader.read().others] == [2.0]
+
+
+class SlowBoard(FrontEndBoard):
+    """Its first write goes on until the test lets it end, or another one has come in between."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, 0, 1)
+        self.is_writing, self.may_end = asyncio.Event(), threading.Event()
+        self.writers: list[int] = []  # how many there were, at the beginning of each
+        self._num_writers = 0
+        self._loop = asyncio.get_running_loop()
+
+    def _write(self, report: Report | None) -> None:
+        self._num_writers += 1
+        self.writers.append(self._num_writers)
+        if len(self.writers) == 1:
+            self._loop.call_soon_threadsafe(self.is_writing.set)
+            self.may_end.wait(60.0)
+        else:
+            self.may_end.set()
+        super()._write(report)
+        self._num_writers -= 1
+
+
+async def test_a_scraper_that_leaves_in_the_middle_does_not_let_two_threads_write_one_file(tmp_path: Path) -> None:
+    board = SlowBoard(tmp_path)
+    state = ServerState(GatewayConfig(), board=board)
+    scrape = asyncio.create_task(state.publish(Report(1.0, make_snapshot(0, 1))))
+    await board.is_writing.wait()
+    scrape.cancel()
+    await asyncio.gather(scrape, return_exceptions=True)
+    following = asyncio.create_task(state.publish(Report(2.0, make_snapshot(0, 2))))
+    # Time for a second writer to come, which it must not: it would set this itself.
+    await asyncio.to_thread(board.may_end.wait, 0.2)
+    board.may_end.set()
+    await following
+    assert board.writers == [1, 1]
+    assert [report.at_s for report in FrontEndBoard(tmp_path, 1, 2).read().others] == [2.0]
 
 
 def test_a_disk_that_takes_nothing_costs_the_others_our_numbers_and_is_reported_once(
