@@ -72,13 +72,13 @@ class FrontEndBoard:
         self._publishing = threading.Lock()
 
     def open(self) -> None:
-        """What our predecessors counted becomes the past."""
+        """What our predecessors counted becomes the past. A disk that does not take it keeps what sums up to the same."""
         file = self._read(self._index)
         if file is None:
             return
         past = [report for report in (file.past, file.last) if report is not None]
         self._past = _sum_of_lives(*past) if len(past) == 2 else past[0]
-        self._write(None)
+        self._try_write(None)
 
     def publish(self, report: Report) -> bool:
         """One that is older than the last is dropped. False when it cannot be written, to a full disk say: the others see how
@@ -86,16 +86,9 @@ class FrontEndBoard:
         with self._publishing:
             if report.at_s < self._published_s:
                 return True
-            try:
-                self._write(report)
+            if is_written := self._try_write(report):
                 self._published_s = report.at_s
-            except OSError as error:
-                if self._can_write:  # said once, not four times a second
-                    logger.error("the other front ends do not hear of this one: %s", error)
-                self._can_write = False
-            else:
-                self._can_write = True
-            return self._can_write
+            return is_written
 
     def read(self) -> Posted:
         files = [file for i in range(self._count) if i != self._index and (file := self._read(i)) is not None]
@@ -112,6 +105,17 @@ class FrontEndBoard:
         with contextlib.suppress(FileNotFoundError, msgspec.ValidationError, msgspec.DecodeError):
             return msgspec.json.decode(self._path(index).read_bytes(), type=_File)
         return None
+
+    def _try_write(self, report: Report | None) -> bool:
+        try:
+            self._write(report)
+        except OSError as error:
+            if self._can_write:  # said once, not four times a second
+                logger.error("the other front ends do not hear of this one: %s", error)
+            self._can_write = False
+        else:
+            self._can_write = True
+        return self._can_write
 
     def _write(self, report: Report | None) -> None:
         path = self._path(self._index)

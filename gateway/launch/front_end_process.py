@@ -7,7 +7,7 @@ import itertools
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -72,6 +72,7 @@ class ChildFrontEnd:
         url: str,
         on_hello: OnHello,
         fail: Callable[[str], None],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.index = index
         self.ready = asyncio.Event()
@@ -84,6 +85,7 @@ class ChildFrontEnd:
         self._url = url
         self._on_hello = on_hello
         self._fail = fail
+        self._sleep = sleep
         self._hello: FrontEndHello | None = None
         self._said_hello = asyncio.Event()
         self._child: ChildProcess | None = None
@@ -126,16 +128,29 @@ class ChildFrontEnd:
                 self._fail(f"the front end died more than {MAX_RESTARTS} times within ten minutes, the last time: {cause}")
                 return
             logger.error("the front end died, the ranks go on: %s", cause)
-            await asyncio.sleep(delay_s)
+            await self._sleep(delay_s)
 
     async def _live(self, life: int) -> str:
         """One life. Returns the cause of its end."""
         self._hello = None
         self._said_hello.clear()
+        try:
+            child = self._child = await self._start_child(life)
+        except OSError as error:  # no memory, no process, no file or no space left: there may be, later
+            return f"it could not be started: {error}"
+        hello = await self._await_hello(child)
+        if hello is None:
+            await child.kill()
+            return child.describe_exit() or f"it did not open its sockets within {HELLO_TIMEOUT_S:g} s"
+        self._on_hello(_address(hello))
+        await child.wait()
+        return child.describe_exit() or "it ended without being asked to"
+
+    async def _start_child(self, life: int) -> ChildProcess:
         # A directory for each life: what an engine still sends to the dead one's sockets must not reach its successor.
         directory = self._run_directory / f"fe{self.index}-{life}"
         directory.mkdir(mode=0o700)
-        child = self._child = await ChildProcess.start(
+        return await ChildProcess.start(
             f"front end {self.index}",
             "gateway.front_end",
             {
@@ -153,13 +168,6 @@ class ChildFrontEnd:
             },
             pass_fds=(self._listener.fileno(),),
         )
-        hello = await self._await_hello(child)
-        if hello is None:
-            await child.kill()
-            return child.describe_exit() or f"it did not open its sockets within {HELLO_TIMEOUT_S:g} s"
-        self._on_hello(_address(hello))
-        await child.wait()
-        return child.describe_exit() or "it ended without being asked to"
 
     async def _await_hello(self, child: ChildProcess) -> FrontEndHello | None:
         waits: set[asyncio.Task[Any]] = {asyncio.create_task(self._said_hello.wait()), asyncio.create_task(child.wait())}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import threading
 from pathlib import Path
 
@@ -142,6 +143,25 @@ def test_a_disk_that_takes_nothing_costs_the_others_our_numbers_and_is_reported_
     assert len(caplog.records) == 1
     (tmp_path / "gone").mkdir()
     assert board.publish(report)
+
+
+def test_a_front_end_that_starts_on_a_full_disk_serves_and_counts_what_its_predecessors_had(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    FrontEndBoard(tmp_path, 1, 2).publish(Report(1.0, make_snapshot(1, 6)))
+    new_file = tmp_path / f"front-end-1.{os.getpid()}"
+    new_file.symlink_to("/dev/full")
+    reader, board = FrontEndBoard(tmp_path, 0, 2), FrontEndBoard(tmp_path, 1, 2)
+    board.open()
+    assert not board.publish(Report(2.0, make_snapshot(1, 2)))
+    assert [record.message for record in caplog.records] == [
+        "the other front ends do not hear of this one: [Errno 28] No space left on device"
+    ]
+    assert whole_endpoint(make_snapshot(1, 2), board.read(), now=3.0).totals.requests == 8
+    assert whole_endpoint(make_snapshot(0, 0), reader.read(), now=3.0).totals.requests == 6
+    new_file.unlink()
+    assert board.publish(Report(3.0, make_snapshot(1, 2)))
+    assert whole_endpoint(make_snapshot(0, 0), reader.read(), now=3.0).totals.requests == 8
 
 
 def test_a_broken_file_is_nobody(tmp_path: Path) -> None:
