@@ -243,6 +243,9 @@ class RankSupervisor:
             life.handle = await self._launcher.start(launch)
         except LaunchError as error:
             return str(error)
+        except Exception as error:  # no thread, no file left, a bug: it may start the next time, as its budget allows
+            logger.exception("%s could not be started", life.rank_id)
+            return f"it could not be started: {type(error).__name__}: {error}"
         life.watcher = asyncio.create_task(self._watch_process(life.handle, life))
         life.watcher.add_done_callback(life.on_watcher_done)
         self._ledger.on_process(life.rank_id, life.handle.pid)

@@ -134,10 +134,10 @@ async def test_growing_is_all_or_nothing(group: Operated) -> None:
 
 
 async def test_an_error_of_ours_is_an_answer_and_leaves_no_rank_behind(group: Operated) -> None:
-    group.launcher.refuse_with = RuntimeError("a bug")
+    group.ledger.bug = RuntimeError("a bug")
     assert await group.answer(group.order("scale", size=4)) == "rank 3 did not start: a bug"
     assert sorted(group.ranks()) == [0, 1, 2]
-    group.launcher.refuse_with = None
+    group.ledger.bug = None
     grow = group.order("scale", size=4)
     await group.come_up(3, epoch=2)
     assert await group.answer(grow) is None

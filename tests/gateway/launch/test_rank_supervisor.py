@@ -47,15 +47,16 @@ class FakeRankLauncher:
         self.launches: list[EngineLaunch] = []
         self.lives: dict[RankId, FakeRank] = {}
         self.refusal: str | None = None
-        self.refuse_with: Exception | None = None  # that no launcher should raise
+        self.refuse_with: Exception | None = None  # once; what no launcher should raise
 
     host = "127.0.0.1"
 
     async def open(self) -> None: ...
 
     async def start(self, launch: EngineLaunch) -> RankHandle:
-        if self.refuse_with is not None:
-            raise self.refuse_with
+        error, self.refuse_with = self.refuse_with, None
+        if error is not None:
+            raise error
         if self.refusal is not None:
             raise LaunchError(self.refusal)
         self.launches.append(launch)
@@ -64,6 +65,15 @@ class FakeRankLauncher:
         return self.lives[rank_id]
 
     async def close(self) -> None: ...
+
+
+class LedgerWithBug(GroupLedger):
+    bug: Exception | None = None
+
+    def on_process(self, rank_id: RankId, pid: int | None) -> None:
+        if self.bug is not None:
+            raise self.bug
+        super().on_process(rank_id, pid)
 
 
 class Group:
@@ -76,7 +86,7 @@ class Group:
         self.sleeps: list[float] = []
         self.may_wake = asyncio.Event()  # from a sleep; set, if the test does not say otherwise
         self.may_wake.set()
-        self.ledger = GroupLedger(range(num_ranks), max_restarts)
+        self.ledger = LedgerWithBug(range(num_ranks), max_restarts)
         self.supervisor = RankSupervisor(self.ledger, self.launcher, self.states.append, self.failures.append, self._sleep)
         self.plan = RankPlan(EngineConfig(), "ipc://control", (FRONT_END,), 1, 0, ready_timeout_s)
         self._num_ranks = num_ranks
@@ -135,7 +145,7 @@ async def test_all_ranks_start_at_once_and_the_group_is_up_when_all_are_ready(gr
 
 async def test_an_error_of_the_supervisor_costs_one_rank_and_not_the_server(group: Group) -> None:
     await group.bring_up()
-    group.launcher.refuse_with = RuntimeError("a bug")
+    group.ledger.bug = RuntimeError("a bug")
     group.launcher.lives[RankId(1, 1)].end("killed by signal 9")
     await group.until(lambda: "cannot be supervised" in (group.states[-1].ranks[1].cause or ""))
     assert [group.state(0), group.state(1)] == ["ready", "dead"]
@@ -144,7 +154,7 @@ async def test_an_error_of_the_supervisor_costs_one_rank_and_not_the_server(grou
 
 
 async def test_an_error_of_the_supervisor_during_the_start_ends_the_start(group: Group) -> None:
-    group.launcher.refuse_with = RuntimeError("a bug")
+    group.ledger.bug = RuntimeError("a bug")
     group.start()
     await group.until(lambda: bool(group.failures))
     assert "did not start: it cannot be supervised any more: RuntimeError: a bug" in group.failures[0]
@@ -210,6 +220,22 @@ async def test_death_while_starting_fails_the_start_with_its_cause(group: Group)
     assert group.failures == ["rank 1 did not start: no such file\nTraceback"]
     assert group.states[-1].failed == group.failures[0]
     assert group.sleeps == []
+
+
+async def test_a_rank_whose_launcher_meets_an_error_of_any_kind_is_tried_again(
+    group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    await group.bring_up()
+    group.launcher.refuse_with = OSError(24, "Too many open files")
+    group.launcher.lives[RankId(1, 1)].end("killed by signal 9")
+    await group.until(lambda: RankId(1, 3) in group.launcher.lives)
+    refused = next(state.ranks[1] for state in group.states if (state.ranks[1].epoch, state.ranks[1].state) == (2, "dead"))
+    assert refused.cause == "it could not be started: OSError: [Errno 24] Too many open files"
+    assert refused.restart_pending
+    assert any(record.exc_info for record in caplog.records)
+    group.say_ready(1, epoch=3)
+    await group.until(lambda: group.state(1) == "ready")
+    assert group.failures == []
 
 
 async def test_rank_that_cannot_be_launched_fails_the_start(group: Group) -> None:
