@@ -96,8 +96,10 @@ class NetnsCluster:
         return ["ip", "netns", "exec", self.namespace(node), *command]
 
     def add_worker(self, node: str, num_cpus: int = 1) -> None:
-        """One that is new, or one that was killed, with its link mended."""
-        if node not in self._addresses:
+        """One that is new, or one that was there, started anew and with its link mended."""
+        if node in self._addresses:
+            self._end_processes(node)
+        else:
             self._add_node(node)
         self.mend(node)
         self._start_ray(node, f"--address={self.ray_address}", f"--num-cpus={num_cpus}")
@@ -173,14 +175,16 @@ def main() -> int:
     if (reason := why_not()) is not None:
         print(f"netns_cluster: {reason}", file=sys.stderr)
         return 1
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # else namespaces and their processes would stay
     with NetnsCluster() as cluster:
         for i in range(args.workers):
             cluster.add_worker(f"worker-{i + 1}", args.cpus)
         variables = [f"{name}={cluster.environment[name]}" for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")]
         serve = cluster.inside(HEAD, [sys.executable, "-m", "gateway", "serve", "MODEL", "--ray-address", cluster.ray_address])
         print(f"nodes: {', '.join(cluster.nodes)}. To serve, in another terminal:\n")
-        print(f"  {shlex.join(['env', *variables, *serve, '-dp', '2', '--uds', '/tmp/gateway.sock'])}\n")
-        print("  curl --unix-socket /tmp/gateway.sock http://localhost/status\n")
+        print(f"  {shlex.join(['env', *variables, *serve, '-dp', '2', '--engine', 'simulated'])}\n")
+        print("Its addresses exist in the namespaces only, so whoever asks must be there, too:\n")
+        print(f"  {shlex.join(cluster.inside(HEAD, [sys.executable, '-m', 'gateway', 'status']))}\n")
         _obey(cluster, args.cpus)
     return 0
 
