@@ -53,9 +53,16 @@ async def test_a_request_whose_rank_loses_one_connection_just_before_is_answered
     ss, server = program("ss"), serve(*over_tcp)
     async with client_session() as session:
         undisturbed = await text_of(session, server.url, 0)
-        for port in ports_of(server.rank(0)["pid"]):
-            if not break_one(ss, port):
+        num_connections = len(ports_of(server.rank(0)["pid"]))
+        for number in range(num_connections):
+            # Which connection it is cannot be seen from outside. Of a rank that had to be replaced the next life has as many.
+            broken = break_one(ss, sorted(ports_of(server.rank(0)["pid"]))[number])
+            if number == 0 and not broken:
                 pytest.skip("connections cannot be broken here: that takes root, and a kernel with INET_DIAG_DESTROY")
+            assert broken
             assert await text_of(session, server.url, 0) == undisturbed
-            # Which connection it was is not known from outside; whatever followed from it, the rank serves in the end.
-            await asyncio.to_thread(poll, lambda: server.rank(0)["state"] == "ready", "rank 0 serves", 60)
+            await asyncio.to_thread(poll, lambda: is_whole(server.rank(0), num_connections), "rank 0 has all connections", 60)
+
+
+def is_whole(rank: dict[str, Any], num_connections: int) -> bool:
+    return rank["state"] == "ready" and len(ports_of(rank["pid"])) == num_connections
