@@ -2,7 +2,8 @@
 
 Members (front ends and external-LB endpoints) send `MemberReport` and `MemberLeft` from a DEALER and get `GroupLoads` back.
 Told `{"report_address": "tcp://127.0.0.1:29550", "key_file": null}` as one line on stdin; when stdin ends its parent has died,
-and so does it. With a key file only those who have the same one can speak to it (`cores/curve.py`).
+and so does it. With a key file only those who have the same one can speak to it (`cores/curve.py`). Whoever starts it at a
+terminal types that line, and ends it with Ctrl-C or Ctrl-D.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from cores.messages import MemberLeft, MemberReport
 
 logger = logging.getLogger(__name__)
 
+EXAMPLE_CONFIG = {"report_address": "tcp://127.0.0.1:29550", "key_file": None}
 MAX_BURST = 64  # frames read before the timer gets its turn
 _MAX_REPORT_BYTES = 4 * 1024 * 1024
 _MAX_QUEUED_SNAPSHOTS = 4  # a stopped member misses snapshots; each is whole, so the next one makes up for it
@@ -147,10 +149,13 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], address: str, key: GroupKey | 
 
 
 def main() -> int:
+    is_at_terminal = sys.stdin.isatty()
+    # Ctrl-C goes to the whole process group; a parent drains first and then closes our stdin.
+    signal.signal(signal.SIGINT, signal.SIG_DFL if is_at_terminal else signal.SIG_IGN)
+    if is_at_terminal:
+        print(f"coordinator: waits for a line like {json.dumps(EXAMPLE_CONFIG)}", file=sys.stderr)
     line = sys.stdin.readline()
     set_up_logging(**read_log_settings(line))
-    # Ctrl-C goes to the whole process group; the parent drains first and then closes our stdin.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         address, key = read_config(line)
     except ValueError as error:
@@ -165,7 +170,7 @@ def main() -> int:
             print(f"coordinator: cannot bind: {error}", file=sys.stderr)
             return 1
         with router:
-            print(json.dumps({"bound": router.getsockopt_string(zmq.LAST_ENDPOINT)}), flush=True)
+            print(f"coordinator: listens on {router.getsockopt_string(zmq.LAST_ENDPOINT)}", flush=True)
             DPCoordinator(router, time.monotonic).run(sys.stdin.fileno())
     return 0
 

@@ -44,10 +44,9 @@ class Rotation:
         num_costs = len(costs)
         start = self._start % num_costs
         least = min(costs)
-        try:
+        index = costs.index(least)
+        if index < start and least in costs[start:]:  # rare: to ask first is cheaper than an exception for most picks
             index = costs.index(least, start)
-        except ValueError:
-            index = costs.index(least)
         self._start = index + 1
         return index
 

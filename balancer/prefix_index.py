@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import chain, repeat
 
 from cores.block_hash import BlockKey
 from cores.messages import CacheEvents, RankId
@@ -90,19 +89,24 @@ class PrefixIndex:
         lengths: dict[RankId, int] = {}
         alive = last = self._all_bits
         length = 0
-        for holders in chain(map(self._holders.get, keys, repeat(0)), (0,)):  # nobody has what is behind the last one
+        for holders in map(self._holders.get, keys):
             if holders != last:  # mostly the same ranks have one block of a chat and the next
+                if holders is None:
+                    break
+                self._note_length(lengths, alive & ~holders, length)
                 last = holders
-                gone = alive & ~holders
                 alive &= holders
-                while gone and length:
-                    bit = gone & -gone
-                    lengths[self._by_bit[bit].rank_id] = length
-                    gone ^= bit
                 if not alive:
                     break
             length += tokens_per_key
+        self._note_length(lengths, alive, length)
         return lengths
+
+    def _note_length(self, lengths: dict[RankId, int], bits: int, length: int) -> None:
+        while bits and length:
+            bit = bits & -bits
+            lengths[self._by_bit[bit].rank_id] = length
+            bits ^= bit
 
     # --- what we expect -----------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ class SessionAffinity:
     def choose(self, request: RoutingRequest, ranks: Sequence[RankView], now: float) -> Choice:
         if request.session_id is None:
             return self._least_tokens.choose(request, ranks, now)
-        costs = at_speed([view.load_tokens for view in ranks], [view.prefill_tokens_per_s for view in ranks])
+        costs = at_speed([view.load_tokens for view in ranks], ranks)
         least = min(costs)
         free = [v.rank_id for v, cost in zip(ranks, costs, strict=True) if cost <= least + MAX_LEAD * v.max_num_batched_tokens]
         return Choice(_first(_number_of(request.session_id), free), self.name)

@@ -36,7 +36,7 @@ def summarise(
     """One JSON-able object, over the requests that `counts`. Latencies are those of requests that came to their end."""
     requests = [request for request in result.requests if counts(request)]
     done = [request for request in requests if request.error is None]
-    ttft_ms = [1e3 * _ttft_s(request) for request in done]
+    ttft_ms = [1e3 * request.ttft_s for request in done]
     idle_ms = [1e3 * idle_ttft_s(config, request.trace.num_prompt_tokens) for request in done]
     num_good = sum(_meets(request, slo_ttft_ms, slo_itl_ms) for request in done)
     span_s = max((r.last_token_s or 0.0 for r in done), default=0.0) - min((r.arrival_s for r in done), default=0.0)
@@ -59,14 +59,9 @@ def summarise(
     }
 
 
-def _ttft_s(request: SimulatedRequest) -> float:
-    assert request.first_token_s is not None
-    return request.first_token_s - request.arrival_s
-
-
 def _meets(request: SimulatedRequest, slo_ttft_ms: float | None, slo_itl_ms: float | None) -> bool:
     """Time to first token, and mean time per later token."""
-    if slo_ttft_ms is not None and 1e3 * _ttft_s(request) > slo_ttft_ms:
+    if slo_ttft_ms is not None and 1e3 * request.ttft_s > slo_ttft_ms:
         return False
     num_later = request.trace.num_output_tokens - 1
     if slo_itl_ms is None or num_later == 0:

@@ -44,6 +44,12 @@ class SimulatedRequest:
         return self.trace.arrival_s
 
     @property
+    def ttft_s(self) -> float:
+        """Once it has its first token."""
+        assert self.first_token_s is not None
+        return self.first_token_s - self.arrival_s
+
+    @property
     def prompt_hashes(self) -> list[BlockHash]:
         """Of the prompt alone, which is all that a front end can know of them."""
         return self.block_hashes[: self.num_prompt_blocks]

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_config(args: argparse.Namespace, trace: list[TraceRequest]) -> SimulationConfig:
+def make_config(args: argparse.Namespace, trace: Sequence[TraceRequest]) -> SimulationConfig:
     """Raises `ConfigError`."""
     balancer = BalancerConfig(dispatch=args.dispatch, dispatch_order=args.dispatch_order)
     has_prefixes = any(request.hash_ids for request in trace)

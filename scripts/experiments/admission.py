@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from balancer.simulation.report import spread
 from balancer.simulation.simulator import SimulationResult
 from gateway.config import DEFAULT_POLICY
-from scripts.experiments.common import CONVERSATION, Summary, case, make_scenario, parse_options, print_table, run_cases
+from scripts.experiments.common import (
+    CONVERSATION,
+    Summary,
+    case,
+    make_scenario,
+    parse_options,
+    print_table,
+    run_cases,
+    seconds,
+    ttft_ms,
+)
 
 LOAD = 2.0
 SLO_TTFT_S = 5.0
@@ -15,9 +24,9 @@ SLO_TTFT_S = 5.0
 
 def within_limit(result: SimulationResult) -> Summary:
     done = [r for r in result.requests if r.error is None]
-    good = [r for r in done if r.first_token_s is not None and r.first_token_s - r.arrival_s <= SLO_TTFT_S]
+    good = [r for r in done if r.ttft_s <= SLO_TTFT_S]
     end_s = max(r.last_token_s or 0.0 for r in done)
-    return {"goodput": len(good) / end_s, "done_ttft_ms": spread(1e3 * ((r.first_token_s or 0.0) - r.arrival_s) for r in done)}
+    return {"goodput": len(good) / end_s, "done_ttft_ms": ttft_ms(done)}
 
 
 def main() -> None:
@@ -37,8 +46,8 @@ def main() -> None:
     columns = [
         (f"requests/s with TTFT ≤ {SLO_TTFT_S:g} s", lambda summary: f"{summary['goodput']:.2f}"),
         ("refused", lambda summary: f"{summary['failed'] / summary['requests']:.0%}"),
-        ("TTFT p50 of the others, s", lambda summary: f"{summary['done_ttft_ms']['p50'] / 1e3:.2f}"),
-        ("p99", lambda summary: f"{summary['done_ttft_ms']['p99'] / 1e3:.2f}"),
+        ("TTFT p50 of the others, s", seconds("done_ttft_ms", "p50")),
+        ("p99", seconds("done_ttft_ms", "p99")),
     ]
     print_table(run_cases(cases, options), columns, head="limit")
 

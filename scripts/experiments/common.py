@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from balancer.simulation.contenders import Contender, make_contender
-from balancer.simulation.report import summarise
+from balancer.ledger import LoadLedger
+from balancer.load_balancer import LoadBalancer
+from balancer.policy import Policy
+from balancer.prefix_index import PrefixIndex
+from balancer.simulation.contenders import Contender, Ranks, make_contender
+from balancer.simulation.report import Spread, spread, summarise
+from balancer.simulation.request import SimulatedRequest
 from balancer.simulation.runs import capacity_per_s
 from balancer.simulation.simulator import Simulation, SimulationConfig, SimulationResult
 from balancer.simulation.trace import TraceRequest, load_trace, scale_to_rate, spread_buckets
@@ -60,9 +67,12 @@ class Case:
     seed: int | None = None  # None: all of them
 
 
-def parse_options(description: str | None, default_seeds: int = 5) -> Options:
+def parse_options(description: str | None, default_seeds: int = 5, *, needs_traces: bool = True) -> Options:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--traces", type=Path, required=True, metavar="DIR", help=f"holds {CONVERSATION} and {AZURE}, or one")
+    if needs_traces:
+        parser.add_argument(
+            "--traces", type=Path, required=True, metavar="DIR", help=f"holds {CONVERSATION} and {AZURE}, or one"
+        )
     parser.add_argument(
         "--seeds", type=int, default=default_seeds, metavar="N", help="medians of so many runs (default: %(default)s)"
     )
@@ -71,17 +81,41 @@ def parse_options(description: str | None, default_seeds: int = 5) -> Options:
     parser.add_argument(
         "--policy", nargs="+", default=(), metavar="P", help="only these (default: all that the table is about)"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(namespace=argparse.Namespace(traces=Path()))
     return Options(args.traces, args.seeds, args.jobs, args.num_requests, tuple(args.policy))
 
 
-def make_scenario(options: Options, name: str, num_ranks: int = 8) -> Scenario:
+def make_scenario(options: Options, name: str) -> Scenario:
+    return scenario_of(spread_buckets(load_trace(options.traces / name, options.max_requests)))
+
+
+def scenario_of(trace: Sequence[TraceRequest], num_ranks: int = 8) -> Scenario:
     """With what `gateway simulate` takes by default."""
-    trace = spread_buckets(load_trace(options.traces / name, options.max_requests))
     parser = Parser()
     add_parser(parser.add_subparsers())
-    config = make_config(parser.parse_args(["simulate", "--trace", name, "--ranks", str(num_ranks)]), trace)
+    config = make_config(parser.parse_args(["simulate", "--trace", "it", "--ranks", str(num_ranks)]), trace)
     return Scenario(trace, config, capacity_per_s(config, trace))
+
+
+def contender(
+    label: str, make_policy: Callable[[random.Random], Policy], make_ledger: Callable[[], LoadLedger] = LoadLedger
+) -> Contender:
+    """A policy and the ledger that it looks at, for one front end."""
+    return Contender(label, partial(_make_balancer, make_policy, make_ledger))
+
+
+def _make_balancer(
+    make_policy: Callable[[random.Random], Policy],
+    make_ledger: Callable[[], LoadLedger],
+    rng: random.Random,
+    num_front_ends: int,
+    ranks: Ranks,
+) -> LoadBalancer:
+    return LoadBalancer(make_policy(rng), make_ledger())
+
+
+def ledger_with_prefixes() -> LoadLedger:
+    return LoadLedger(PrefixIndex())
 
 
 def case(label: str, policy: str, config: SimulationConfig, trace: Sequence[TraceRequest], **more: Any) -> Case:
@@ -96,7 +130,7 @@ def run_cases(cases: Sequence[Case], options: Options) -> list[Summary]:
     else:
         with ProcessPoolExecutor(options.jobs) as pool:
             summaries = list(pool.map(_run, *zip(*runs, strict=True)))
-    return [_median(list(group)) for _, group in groupby(summaries, key=lambda summary: summary["policy"])]
+    return [medians(list(group)) for _, group in groupby(summaries, key=lambda summary: summary["policy"])]
 
 
 def _run(one: Case, seed: int) -> Summary:
@@ -108,13 +142,13 @@ def _run(one: Case, seed: int) -> Summary:
     return summary | (one.measure(result) if one.measure is not None else {})
 
 
-def _median(summaries: Sequence[Summary]) -> Summary:
+def medians(summaries: Sequence[Summary]) -> Summary:
     """Key by key, and within what has keys of its own."""
     merged: Summary = {}
     for key, first in summaries[0].items():
         values = [summary[key] for summary in summaries]
         if isinstance(first, dict):
-            merged[key] = _median(values)
+            merged[key] = medians(values)
         else:
             merged[key] = median(values) if isinstance(first, int | float) else first
     return merged
@@ -125,6 +159,17 @@ Column = tuple[str, Callable[[Summary], str]]
 
 def seconds(key: str, share: str) -> Callable[[Summary], str]:
     return lambda summary: f"{summary[key][share] / 1e3:.2f}"
+
+
+def count(key: str) -> Column:
+    return key, lambda summary: f"{summary[key]:.0f}"
+
+
+def ttft_ms(requests: Iterable[SimulatedRequest]) -> Spread:
+    """Of those that got a first token; at least one did."""
+    spread_ms = spread(1e3 * request.ttft_s for request in requests if request.first_token_s is not None)
+    assert spread_ms is not None
+    return spread_ms
 
 
 USUAL: list[Column] = [

@@ -5,7 +5,17 @@ from __future__ import annotations
 from balancer.simulation.report import spread
 from balancer.simulation.simulator import Death, SimulationResult
 from gateway.config import DEFAULT_POLICY
-from scripts.experiments.common import CONVERSATION, Summary, case, make_scenario, parse_options, print_table, run_cases
+from scripts.experiments.common import (
+    CONVERSATION,
+    Summary,
+    case,
+    count,
+    make_scenario,
+    parse_options,
+    print_table,
+    run_cases,
+    seconds,
+)
 
 LOAD = 0.70
 RESTART_AFTER_S = 60.0
@@ -30,12 +40,12 @@ def main() -> None:
         for label, failover in (("they end", False), ("they go on", True))
     ]
     columns = [
-        ("failed", lambda summary: f"{summary['failed']:.0f}"),
-        ("moved", lambda summary: f"{summary['moved']:.0f}"),
+        count("failed"),
+        count("moved"),
         ("tokens computed in vain", lambda summary: f"{summary['wasted']:.0f}"),
-        ("longest pause of a moved stream, p50, s", lambda summary: f"{summary['stall_ms']['p50'] / 1e3:.2f}"),
-        ("p99", lambda summary: f"{summary['stall_ms']['p99'] / 1e3:.2f}"),
-        ("TTFT p99 of all, s", lambda summary: f"{summary['ttft_ms']['p99'] / 1e3:.2f}"),
+        ("longest pause of a moved stream, p50, s", seconds("stall_ms", "p50")),
+        ("p99", seconds("stall_ms", "p99")),
+        ("TTFT p99 of all, s", seconds("ttft_ms", "p99")),
     ]
     print_table(run_cases(cases, options), columns, head="requests of a dead rank")
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from balancer.simulation.report import spread
 from balancer.simulation.simulator import SimulationResult
 from balancer.simulation.trace import TraceRequest
 from gateway.config import DEFAULT_POLICY
@@ -20,6 +19,7 @@ from scripts.experiments.common import (
     print_table,
     run_cases,
     seconds,
+    ttft_ms,
 )
 
 LOAD, GREEDY_SHARE, NUM_OTHERS = 1.3, 0.7, 4  # so each of the others asks for half of the fifth that it is due
@@ -43,10 +43,9 @@ def with_tenants(trace: Sequence[TraceRequest]) -> list[TraceRequest]:
 def by_tenant(result: SimulationResult) -> Summary:
     greedy = [r for r in result.requests if r.trace.tenant == "greedy" and r.error is None]
     others = [r for r in result.requests if r.trace.tenant != "greedy" and r.error is None]
-    ttft_ms = [[1e3 * ((r.first_token_s or 0.0) - r.arrival_s) for r in group] for group in (greedy, others)]
     tokens = sum(r.trace.num_prompt_tokens + r.trace.num_output_tokens for r in (*greedy, *others))
     end_s = max(r.last_token_s or 0.0 for r in (*greedy, *others))
-    return {"greedy_ms": spread(ttft_ms[0]), "others_ms": spread(ttft_ms[1]), "tokens_per_s": tokens / end_s}
+    return {"greedy_ms": ttft_ms(greedy), "others_ms": ttft_ms(others), "tokens_per_s": tokens / end_s}
 
 
 def main() -> None:

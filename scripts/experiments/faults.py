@@ -9,7 +9,6 @@ import dataclasses
 import random
 from functools import partial
 
-from balancer.simulation.report import spread
 from balancer.simulation.simulator import Death, SimulationResult, Slowdown
 from gateway.config import DEFAULT_POLICY
 from scripts.experiments.common import (
@@ -17,11 +16,13 @@ from scripts.experiments.common import (
     Case,
     Summary,
     case,
+    count,
     make_scenario,
     parse_options,
     print_table,
     run_cases,
     seconds,
+    ttft_ms,
 )
 
 LOAD, SETTLING_S = 0.70, 30.0
@@ -30,8 +31,7 @@ POLICIES = tuple(dict.fromkeys((DEFAULT_POLICY, "prefix_affinity", "least_tokens
 
 def after(event_s: float, result: SimulationResult) -> Summary:
     counted = [r for r in result.requests if r.arrival_s >= event_s + SETTLING_S or r.num_moves]
-    ttft_ms = [1e3 * (r.first_token_s - r.arrival_s) for r in counted if r.first_token_s is not None]
-    return {"after_ms": spread(ttft_ms)}
+    return {"after_ms": ttft_ms(counted)}
 
 
 def main() -> None:
@@ -56,8 +56,8 @@ def main() -> None:
         ("TTFT p50, s", seconds("after_ms", "p50")),
         ("p90", seconds("after_ms", "p90")),
         ("p99", seconds("after_ms", "p99")),
-        ("moved", lambda summary: f"{summary['moved']:.0f}"),
-        ("failed", lambda summary: f"{summary['failed']:.0f}"),
+        count("moved"),
+        count("failed"),
     ]
     print_table(run_cases(cases, options), columns, head=f"load {LOAD} of eight")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from balancer.simulation.simulator import Death
-from scripts.experiments.common import CONVERSATION, USUAL, case, make_scenario, parse_options, print_table, run_cases
+from scripts.experiments.common import CONVERSATION, USUAL, case, count, make_scenario, parse_options, print_table, run_cases
 
 POLICY = "prefix_affinity"
 WAYS: dict[str, dict[str, Any]] = {
@@ -26,7 +26,7 @@ def main() -> None:
             case(label, POLICY, scenario.with_config(num_front_ends=num_front_ends, deaths=deaths, **more), trace)
             for label, more in WAYS.items()
         ]
-        print_table(run_cases(cases, options), [*USUAL, ("moved", lambda summary: f"{summary['moved']:.0f}")], head="dispatch")
+        print_table(run_cases(cases, options), [*USUAL, count("moved")], head="dispatch")
 
 
 if __name__ == "__main__":

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from balancer.ledger import LoadLedger
 from balancer.load import RankView
-from balancer.load_balancer import LoadBalancer
 from balancer.policies.vllm import Vllm
-from balancer.simulation.contenders import Contender, Ranks
 from balancer.simulation.simulator import Death, SimulationResult
 from cores.messages import RankId
-from scripts.experiments.common import CONVERSATION, Case, Summary, make_scenario, parse_options, print_table, run_cases
+from scripts.experiments.common import (
+    CONVERSATION,
+    Case,
+    Summary,
+    contender,
+    count,
+    make_scenario,
+    parse_options,
+    print_table,
+    run_cases,
+    seconds,
+)
 
 LOAD, DISCONNECTS = 0.70, 0.01
 REPEATS = 9  # more than 100,000 requests
@@ -37,14 +45,6 @@ class LeakyLedger(LoadLedger):
         return [replace(view, own_in_flight=view.own_in_flight + self._leaked.get(view.rank_id, 0)) for view in views]
 
 
-def sound(rng: random.Random, num_front_ends: int, ranks: Ranks) -> LoadBalancer:
-    return LoadBalancer(Vllm(rng, num_front_ends), LoadLedger())
-
-
-def leaky(rng: random.Random, num_front_ends: int, ranks: Ranks) -> LoadBalancer:
-    return LoadBalancer(Vllm(rng, num_front_ends), LeakyLedger())
-
-
 def last_tenth(result: SimulationResult) -> Summary:
     last = result.requests[-len(result.requests) // 10 :]
     return {"restarted": sum(request.rank == 0 for request in last) / len(last)}
@@ -58,14 +58,14 @@ def main() -> None:
     trace = [replace(r, arrival_s=r.arrival_s + i * span_s) for i in range(REPEATS) for r in once]
     config = scenario.with_config(disconnect_rate=DISCONNECTS, deaths=(Death(0, 0.85 * trace[-1].arrival_s, 30.0),))
     cases = [
-        Case("released once, for whatever reason", Contender("sound", sound), config, trace, last_tenth),
-        Case("leaks one for each client that leaves", Contender("leaky", leaky), config, trace, last_tenth),
+        Case("released once, for whatever reason", contender("sound", Vllm), config, trace, last_tenth),
+        Case("leaks one for each client that leaves", contender("leaky", Vllm, LeakyLedger), config, trace, last_tenth),
     ]
     columns = [
-        ("requests", lambda summary: f"{summary['requests']:.0f}"),
+        count("requests"),
         ("left early", lambda summary: f"{summary['failed']:.0f}"),
         ("restarted rank's share of the last tenth", lambda summary: f"{summary['restarted']:.1%}"),
-        ("TTFT p99, s", lambda summary: f"{summary['ttft_ms']['p99'] / 1e3:.2f}"),
+        ("TTFT p99, s", seconds("ttft_ms", "p99")),
     ]
     print("After every run the ledger of every front end is checked to be empty.\n")
     print_table(run_cases(cases, options), columns, head="own requests")

@@ -13,14 +13,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 
 import psutil
 
 from balancer.simulation.trace import load_trace, spread_buckets
 from gateway.config import DEFAULT_POLICY
 from scripts.benchmarks.servers import Server, end_in_order_on_sigterm, gateway, model_directory
-from scripts.experiments.common import CONVERSATION, Summary, print_table, seconds
+from scripts.experiments.common import CONVERSATION, Summary, count, medians, print_table, seconds
 
 NUM_RANKS, BLOCK_SIZE, NUM_KV_TOKENS, MAX_MODEL_LEN = 4, 16, 500_000, 131_072
 COST = ("step_ms=40", "prefill_us=20", "seq_us=20", "ctx_ns=0")
@@ -64,11 +63,8 @@ def _gateway(*words: str) -> str:
 
 
 def middle(runs: list[Summary]) -> Summary:
-    ttft_ms, e2e_ms = (
-        {share: median(run[key][share] for run in runs) for share in runs[0][key]} for key in ("ttft_ms", "e2e_ms")
-    )
-    merged = {key: median(run[key] for run in runs) for key in ("requests", "errors", "idle", "used")}
-    return {**merged, "policy": "live, median", "ttft_ms": ttft_ms, "e2e_ms": e2e_ms}
+    keys = ("requests", "errors", "idle", "used", "ttft_ms", "e2e_ms")
+    return {**medians([{key: run[key] for key in keys} for run in runs]), "policy": "live, median"}
 
 
 def main() -> int:
@@ -95,7 +91,7 @@ def main() -> int:
         runs = [measure(trace, args.policy, run + 1) for run in range(args.runs)]
     seen = middle(runs)
     columns = [
-        ("requests", lambda summary: f"{summary['requests']:.0f}"),
+        count("requests"),
         ("failed", lambda summary: f"{summary['errors']:.0f}"),
         *((f"TTFT {share}, s", seconds("ttft_ms", share)) for share in ("mean", "p50", "p90", "p99")),
         *((f"end to end {share}, s", seconds("e2e_ms", share)) for share in ("p50", "p90")),

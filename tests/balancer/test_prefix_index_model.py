@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -120,6 +121,16 @@ class IndexMachine(RuleBasedStateMachine):
         engine = self.engines[rank]
         if engine.sent and not engine.sent[0].is_snapshot:
             del engine.sent[0]
+
+    @rule(prompt=prompts)
+    def longest_prefix_ends_before_the_first_block_that_is_not_there(self, prompt: list[int]) -> None:
+        keys = prefix_keys(prompt, BLOCK_SIZE, landmark_tokens=LANDMARK)
+        holders = [self.index.longest_prefixes([key]) for key in keys]
+        found = self.index.longest_prefixes(keys, LANDMARK)
+        for rank_id in (engine.rank_id for engine in self.engines.values()):
+            num_held = len(list(takewhile(lambda there, rank_id=rank_id: rank_id in there, holders)))
+            assert found.get(rank_id, 0) == LANDMARK * num_held
+            assert (rank_id in found) == (num_held > 0)
 
     @invariant()
     def what_is_under_way_is_bounded_by_what_there_is(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -52,8 +53,7 @@ def connect(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Dealers]:
 def coordinator_process(address: str = "tcp://127.0.0.1:0") -> Iterator[tuple[subprocess.Popen[str], str]]:
     with start_process(json.dumps({"report_address": address})) as process:
         try:
-            assert process.stdout is not None
-            yield process, json.loads(process.stdout.readline())["bound"]
+            yield process, bound_address(process)
         finally:
             process.kill()
 
@@ -66,6 +66,13 @@ def start_process(line: str) -> subprocess.Popen[str]:
     assert process.stdin is not None
     process.stdin.write(line + "\n")
     return process
+
+
+def bound_address(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("coordinator: listens on ")
+    return line.split()[-1]
 
 
 def make_report(member: str, rank: int, waiting: int = 0) -> MemberReport:
@@ -162,6 +169,28 @@ def test_ends_with_its_parent() -> None:
         assert process.wait(timeout=DEADLINE_MS / 1000) == 0
 
 
+def test_whoever_starts_it_at_a_terminal_is_told_what_to_type_and_can_end_it() -> None:
+    keyboard, terminal = os.openpty()
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", "balancer.coordinator"]
+    try:
+        with subprocess.Popen(command, stdin=terminal, stdout=pipe, stderr=pipe, text=True) as process:
+            try:
+                assert process.stderr is not None
+                hint = process.stderr.readline()
+                example = json.loads(hint[hint.index("{") :])
+                assert read_config(json.dumps(example)) == (example["report_address"], None)
+                os.write(keyboard, b'{"report_address": "tcp://127.0.0.1:0"}\n')
+                assert bound_address(process).startswith("tcp://127.0.0.1:")
+                os.write(keyboard, b"\x04")  # Ctrl-D
+                assert process.wait(timeout=DEADLINE_MS / 1000) == 0
+            finally:
+                process.kill()
+    finally:
+        os.close(keyboard)
+        os.close(terminal)
+
+
 def test_port_in_use_is_one_clear_line_and_exit_code_1() -> None:
     with coordinator_process() as (_, address):
         second = start_process(json.dumps({"report_address": address}))
@@ -202,8 +231,7 @@ def test_only_holders_of_the_key_are_heard_and_served(context: zmq.Context[zmq.S
         keys.append((str(path), GroupKey.read(str(path))))
     (key_file, group_key), (_, strangers_key) = keys
     with start_process(json.dumps({"report_address": "tcp://127.0.0.1:0", "key_file": key_file})) as process:
-        assert process.stdout is not None
-        address = json.loads(process.stdout.readline())["bound"]
+        address = bound_address(process)
         dealers = [context.socket(zmq.DEALER) for _ in range(3)]
         names = ["keyless", "stranger", "member"]
         for dealer, key in zip(dealers, (None, strangers_key, group_key), strict=True):

@@ -3,8 +3,11 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from balancer.ledger import LoadLedger
 from balancer.load import RankView, RoutingRequest
@@ -54,6 +57,45 @@ def test_without_a_prefix_the_least_tokens_win() -> None:
 def test_old_report_of_the_rank_with_the_prefix_widens_the_choice() -> None:
     stale = make_view(0, reported_at=-MAX_REPORT_AGE_S - 1, own_in_flight=5)
     assert choose(stale, make_view(1), num_prompt_tokens=2000, cached={0: 1900}) == Choice(RankId(1, 1), "old_report")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    queued: int
+    num_running: int
+    kv_cache_usage: float
+    rate: float
+    cached: int  # in hundredths of the prompt
+
+    def view(self, rank: int) -> RankView:
+        fields = {"num_prefill_tokens": self.queued, "num_running": self.num_running, "kv_cache_usage": self.kv_cache_usage}
+        return make_view(rank, prefill_tokens_per_s=self.rate, **fields)
+
+    def cost(self, num_prompt_tokens: int, best_rate: float) -> float:
+        """As the table in the policies' README has it."""
+        fullness = max(0.0, self.kv_cache_usage - 0.8) / 0.2
+        slowness = best_rate / self.rate if 0 < self.rate < best_rate / 1.5 else 1.0
+        own = num_prompt_tokens - self.cached * num_prompt_tokens // 100
+        return (self.queued + 2 * own + 32 * self.num_running + round(8192 * fullness**2)) * min(10.0, slowness)
+
+
+drawn = st.builds(
+    Drawn,
+    queued=st.integers(0, 20_000),
+    num_running=st.integers(0, 200),
+    kv_cache_usage=st.floats(0, 1),
+    rate=st.sampled_from([0.0, 3e3, 1e4, 1.2e4]),
+    cached=st.integers(0, 100),
+)
+
+
+@given(ranks=st.lists(drawn, min_size=1, max_size=8), num_prompt_tokens=st.integers(1, 50_000))
+def test_what_is_chosen_costs_least_by_the_formula(ranks: list[Drawn], num_prompt_tokens: int) -> None:
+    views = [one.view(rank) for rank, one in enumerate(ranks)]
+    cached = {rank: one.cached * num_prompt_tokens // 100 for rank, one in enumerate(ranks) if one.cached}
+    costs = [one.cost(num_prompt_tokens, max(other.rate for other in ranks)) for one in ranks]
+    chosen = choose(*views, num_prompt_tokens=num_prompt_tokens, cached=cached).rank_id.rank
+    assert costs[chosen] == pytest.approx(min(costs))
 
 
 # --- with the ledger and the index --------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ def mooncake(timestamp: int, input_length: int = 600, output_length: int = 5, ha
 
 
 def test_mooncake_lines_are_read_in_order_of_arrival_from_zero(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.jsonl", mooncake(9000, input_length=7), "", mooncake(3000))
-    assert load_trace(path) == [TraceRequest(0.0, 600, 5, (1, 2)), TraceRequest(6.0, 7, 5, (1, 2))]
+    path = write(tmp_path / "t.jsonl", mooncake(9000, input_length=700), "", mooncake(3000))
+    assert load_trace(path) == [TraceRequest(0.0, 600, 5, (1, 2)), TraceRequest(6.0, 700, 5, (1, 2))]
 
 
 def test_azure_rows_are_read_with_seven_digits_of_a_second(tmp_path: Path) -> None:
@@ -42,19 +42,54 @@ def test_only_the_first_requests_are_read_where_asked(tmp_path: Path) -> None:
     assert len(load_trace(write(tmp_path / "t.jsonl", mooncake(0), mooncake(1), mooncake(2)), 2)) == 2
 
 
+def with_field(name: str, value: object) -> str:
+    row = json.loads(mooncake(0))
+    return json.dumps({**row, name: value})
+
+
+CSV_HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens"
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ((mooncake(0), '{"timestamp": 1}'), "line 2: a row needs timestamp"),
-        ((mooncake(0, output_length=0),), "line 1: a request has at least 1 token"),
-        (("TIMESTAMP,ContextTokens", "2023-11-16 18:15:46,3"), "line 2: neither JSON lines nor CSV"),
-        (("TIMESTAMP,ContextTokens,GeneratedTokens", "noon,3,4"), "line 2: neither"),
+        ((mooncake(0), '{"timestamp": 1}'), "line 2: input_length must be a whole number of at least 1, got nothing"),
+        ((with_field("output_length", -1),), "line 1: output_length must be a whole number of at least 0, got -1"),
+        ((with_field("input_length", -3),), "input_length must be a whole number of at least 1, got -3"),
+        ((with_field("input_length", 2.5),), "input_length must be a whole number of at least 1, got 2.5"),
+        ((with_field("input_length", True),), "input_length must be a whole number of at least 1, got True"),
+        ((with_field("input_length", "x" * 99),), r"input_length must be a whole number of at least 1, got 'x{56}\.\.\."),
+        ((with_field("timestamp", "noon"),), "timestamp must be a number of milliseconds, got 'noon'"),
+        ((with_field("timestamp", float("nan")),), "timestamp must be a number of milliseconds, got nan"),
+        ((with_field("hash_ids", 7),), "hash_ids must be a list of whole numbers, got 7"),
+        ((with_field("hash_ids", ["a"]),), r"hash_ids must be a list of whole numbers, got \['a'\]"),
+        ((mooncake(0, 600, hash_ids=(1, 2, 3)),), "hash_ids must have one entry for each 512 tokens.* 3 are too many .* 600"),
+        ((mooncake(0), "[1, 2]"), r"line 2: a row must be a JSON object, got \[1, 2\]"),
+        ((mooncake(0), '{"timestamp": 1,'), "line 2: .*line 1 column"),
+        (("TIMESTAMP,ContextTokens", "2023-11-16 18:15:46,3"), "neither JSON lines nor CSV .* no GeneratedTokens"),
+        (("[", mooncake(0), "]"), "neither JSON lines nor CSV .* no TIMESTAMP and no ContextTokens"),
+        ((CSV_HEAD, "noon,3,4"), "line 2: TIMESTAMP must be a date and a time of day, got 'noon'"),
+        ((CSV_HEAD, "2023-11-16 18:15:46,3,4", "2023-11-16 18:15:46,3"), "line 3: GeneratedTokens .* got nothing"),
+        ((CSV_HEAD, "2023-11-16 18:15:46,,4"), "line 2: ContextTokens must be a whole number of at least 1, got ''"),
+        ((CSV_HEAD,), "has no requests"),
         ((), "has no requests"),
     ],
 )
-def test_a_bad_trace_is_named_by_file_and_line(tmp_path: Path, lines: tuple[str, ...], message: str) -> None:
+def test_a_bad_trace_is_named_by_file_line_and_field(tmp_path: Path, lines: tuple[str, ...], message: str) -> None:
     with pytest.raises(TraceError, match=message):
         load_trace(write(tmp_path / "t", *lines))
+
+
+def test_a_request_that_got_no_token_still_has_its_prompt_computed(tmp_path: Path) -> None:
+    assert load_trace(write(tmp_path / "t", mooncake(0, output_length=0))) == [TraceRequest(0.0, 600, 1, (1, 2))]
+
+
+def test_stamps_may_name_their_time_zone_and_have_no_fraction(tmp_path: Path) -> None:
+    """As later traces of Azure do; some spreadsheets put a mark before the first line, and write 374.0."""
+    path = write(
+        tmp_path / "t.csv", f"\ufeff{CSV_HEAD}", "2024-05-10 00:00:01.5+00:00,374.0,44", "2024-05-10 02:00:00+02:00,1,1"
+    )
+    assert load_trace(path) == [TraceRequest(0.0, 1, 1), TraceRequest(1.5, 374, 44)]
 
 
 def test_a_missing_file_is_a_trace_error(tmp_path: Path) -> None:
