@@ -93,17 +93,19 @@ class PrefixIndex:
             if holders != last:  # mostly the same ranks have one block of a chat and the next
                 if holders is None:
                     break
-                self._note_length(lengths, alive & ~holders, length)
+                if length:
+                    self._note_length(lengths, alive & ~holders, length)
                 last = holders
                 alive &= holders
                 if not alive:
                     break
             length += tokens_per_key
-        self._note_length(lengths, alive, length)
+        if length:
+            self._note_length(lengths, alive, length)
         return lengths
 
     def _note_length(self, lengths: dict[RankId, int], bits: int, length: int) -> None:
-        while bits and length:
+        while bits:
             bit = bits & -bits
             lengths[self._by_bit[bit].rank_id] = length
             bits ^= bit

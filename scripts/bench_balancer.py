@@ -22,7 +22,7 @@ from balancer.load import RoutingRequest
 from balancer.load_balancer import LoadBalancer
 from balancer.policies import POLICIES, make_policy, make_prefix_index
 from balancer.prefix_index import PrefixIndex
-from cores.block_hash import landmark_stride, prefix_keys
+from cores.block_hash import BlockKey, landmark_stride, prefix_keys
 from cores.messages import CacheEvents, RankId, RankLoad
 from scripts.benchmarks.report import Row, compare, publish
 
@@ -34,6 +34,9 @@ TOKENS_PER_KEY = BLOCK_SIZE * landmark_stride(BLOCK_SIZE)
 NUM_KEYS = NUM_PROMPT_TOKENS // TOKENS_PER_KEY
 NUM_IN_FLIGHT_PER_RANK = 2
 BATCH = 8  # decisions that one reading of the clock is for
+
+
+InFlight = tuple[int, RankId, Sequence[BlockKey]]  # handle, rank, what the rank will store of it
 
 
 class Bench:
@@ -50,8 +53,8 @@ class Bench:
         self._histories = [self._make_keys(NUM_KEYS // 2) for _ in self._ranks]  # in the cache of each
         self._seqs = [0] * num_ranks  # of the last commands
         self._event_seqs = dict.fromkeys(self._ranks, 1)
-        self._in_flight: deque[tuple[int, RankId, RoutingRequest]] = deque()
-        self._ended: list[tuple[int, RankId, RoutingRequest]] = []  # in the last batch
+        self._in_flight: deque[InFlight] = deque()
+        self._ended: list[InFlight] = []  # in the last batch
         self._handle = 0
         self._num_to_keep = NUM_IN_FLIGHT_PER_RANK * num_ranks
         for rank_id in self._ranks:
@@ -98,7 +101,7 @@ class Bench:
             ledger.book(handle, rank_id, num_new, new_keys)
             seqs[rank_id.rank] += 1
             ledger.on_sent(handle, seqs[rank_id.rank])
-            in_flight.append((handle, rank_id, request))
+            in_flight.append((handle, rank_id, new_keys))
             if num_ending:
                 ledger.release(in_flight.popleft()[0])
         self._handle += len(requests)
@@ -108,13 +111,11 @@ class Bench:
         load = RankLoad(num_running=held, num_decodes=held, num_prefill_tokens=self._rng.randrange(1000), num_kv_blocks=1000)
         self._ledger.on_report(rank_id, self._handle, self._seqs[rank_id.rank], load, self._handle * 1e-3)
 
-    def _tell_caches(self, index: PrefixIndex, ending: Sequence[tuple[int, RankId, RoutingRequest]]) -> None:
-        """Requests that are about to end have stored their blocks; what ended ones left is evicted, so that the index stays as
-        large as it is."""
-        stored = [(rank_id, array("Q", request.block_keys[NUM_KEYS // 2 :]), array("Q")) for _, rank_id, request in ending]
-        evicted = [
-            (rank_id, array("Q"), array("Q", request.block_keys[NUM_KEYS // 2 :])) for _, rank_id, request in self._ended
-        ]
+    def _tell_caches(self, index: PrefixIndex, ending: Sequence[InFlight]) -> None:
+        """Requests that are about to end have stored what their rank computed; what ended ones left is evicted, so that the
+        index stays as large as it is."""
+        stored = [(rank_id, array("Q", new_keys), array("Q")) for _, rank_id, new_keys in ending]
+        evicted = [(rank_id, array("Q"), array("Q", new_keys)) for _, rank_id, new_keys in self._ended]
         started_ns = time.thread_time_ns()
         for rank_id, new, gone in (*stored, *evicted):
             index.on_events(CacheEvents(rank_id, self._event_seqs[rank_id], False, new, gone))

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import random
+from array import array
 from collections.abc import Sequence
 from typing import ClassVar
 
 from balancer.load import RankView, RoutingRequest
 from balancer.policies.least_tokens import LeastTokens, at_speed
 from balancer.policy import Choice
-from cores.messages import RankId
 
 MAX_LEAD = 1.0  # in full steps of the rank: about what a session's cached history may be worth
-_UINT64 = (1 << 64) - 1
 
 
 class SessionAffinity:
@@ -36,22 +35,15 @@ class SessionAffinity:
             return self._least_tokens.choose(request, ranks, now)
         costs = at_speed([view.load_tokens for view in ranks], ranks)
         least = min(costs)
-        free = [v.rank_id for v, cost in zip(ranks, costs, strict=True) if cost <= least + MAX_LEAD * v.max_num_batched_tokens]
-        return Choice(_first(_number_of(request.session_id), free), self.name)
+        places = _places(request.session_id, ranks[-1].rank_id.rank + 1)
+        first, most = ranks[0], -1
+        for view, cost in zip(ranks, costs, strict=True):
+            place = places[view.rank_id.rank]
+            if place > most and cost <= least + MAX_LEAD * view.max_num_batched_tokens:
+                first, most = view, place
+        return Choice(first.rank_id, self.name)
 
 
-def _number_of(session_id: str) -> int:
-    return int.from_bytes(hashlib.blake2b(session_id.encode(), digest_size=8).digest(), "little")
-
-
-def _first(session: int, ranks: Sequence[RankId]) -> RankId:
-    """In the session's order. A rank's place is splitmix64's mixing of both: a fifth of the price of a hash for every rank."""
-    first, most = ranks[0], -1
-    for rank_id in ranks:
-        x = (session + (rank_id.rank + 1) * 0x9E3779B97F4A7C15) & _UINT64
-        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _UINT64
-        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _UINT64
-        x ^= x >> 31
-        if x > most:
-            first, most = rank_id, x
-    return first
+def _places(session_id: str, num_ranks: int) -> array[int]:
+    """A number for each rank: the more, the earlier is it in the session's order. More ranks add numbers and change none."""
+    return array("Q", hashlib.shake_128(session_id.encode()).digest(8 * num_ranks))
