@@ -1,4 +1,4 @@
-"""Layers on a CPU in the form in which they compute: linear ones with weights in oneDNN's layout, norms in one kernel.
+"""Linear layers on a CPU in the form in which they compute: with weights in oneDNN's layout.
 
 With a plain matrix oneDNN brings the weights into its layout at every call, which for few tokens is most of the work. Done once
 at load, the matrix products of a step of 1 to 96 tokens take 0.5 to 0.7 of the time (SmolLM2, bfloat16, one core). What follows
@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 Compute = Callable[[torch.Tensor], torch.Tensor]
@@ -113,31 +112,6 @@ class JoinedLinear(Packed):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, self._packed, self._bias, "none", [], "")
         return out
-
-
-class PackedNorm(Packed):
-    """An RMS norm as the layer norm of (x, -x): its mean is 0, and its variance the mean square of x.
-
-    So one kernel does what takes nine small ones, of which each costs about 15 µs in a step whose weights push everything else
-    out of the cache: a step of 32 sequences of SmolLM2 took 64 ms with those and takes 58 ms.
-    """
-
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
-        super().__init__()
-        self._source = (weight,)  # a tuple: the parameter stays its module's own
-        self._eps = eps
-        self.pack()
-
-    def pack(self) -> None:
-        weight = self._source[0].data
-        self._weight = torch.cat((weight, weight))
-
-    def drop(self) -> None:
-        """Nothing to speak of."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        size = x.shape[-1]
-        return F.layer_norm(torch.cat((x, x.neg()), dim=-1), (2 * size,), self._weight, None, self._eps)[..., :size]
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:

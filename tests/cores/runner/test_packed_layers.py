@@ -13,7 +13,6 @@ from torch import nn
 from cores.messages import UtilityCall
 from cores.runner.packed_layers import (
     PackedLinear,
-    PackedNorm,
     can_pack,
     drop_packed_layers,
     join_linears,
@@ -146,15 +145,6 @@ def test_what_follows_a_product_is_computed_with_it() -> None:
         (packed.plus(x, other), exact + other.float()),
     ):
         torch.testing.assert_close(got, wanted.to(BF16), rtol=2**-7, atol=2**-7)
-
-
-def test_a_packed_norm_is_an_rms_norm_and_follows_its_weight() -> None:
-    x, weight = torch.randn(9, 64) * 5 + 3, nn.Parameter(torch.randn(64), requires_grad=False)
-    norm = PackedNorm(weight, 1e-5)
-    torch.testing.assert_close(norm(x), nn.functional.rms_norm(x, (64,), weight, 1e-5))
-    weight.data = weight.data * 3
-    norm.pack()
-    torch.testing.assert_close(norm(x), nn.functional.rms_norm(x, (64,), weight, 1e-5))
 
 
 def test_float32_and_other_devices_are_not_packed() -> None:
