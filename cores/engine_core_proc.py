@@ -36,6 +36,7 @@ from cores.engine_loop import EngineLoop, Inbound, LastWords, Outbound
 from cores.engine_sockets import LAUNCHER_TIMEOUT_S, LINGER_S, InputThread, OutputThread, Socket, ZmqSockets
 from cores.launch.child_process import end_with_parent, read_task
 from cores.log import set_up_logging
+from cores.log_queue import unblock_stderr
 from cores.messages import EngineCoreDead, EngineReady, EngineStarting, RankId, Shutdown
 from cores.runner.interface import ModelRunner
 
@@ -177,6 +178,7 @@ class EngineCoreProc:
 def main() -> int:
     """Reads its `EngineLaunch` from stdin. Ends at once at the end of file there: then the launcher is dead."""
     launch = from_plain(EngineLaunch, read_task())
+    unblock_stderr()
     set_up_logging(launch.log_level, launch.log_format)
     end_with_parent()
     proc = EngineCoreProc(launch)

@@ -358,6 +358,7 @@ class RankRecord:
     restart_pending: bool = False  # "dead", but another life is coming: requests may wait for it
     is_leaving: bool = False  # this life ends by an operator's order: its end is nobody's fault
     start_progress: float = 0.0  # how much of its weights it has loaded, from 0 to 1
+    is_node_lost: bool = False  # it died with its node: so it was no request that it died of
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,9 +71,9 @@ class Failover:
         for handle in handles:
             self._waiting.pop(handle, None)
 
-    def on_death(self, held: Sequence[SentRequest], *, is_by_order: bool = False) -> dict[int, str | None]:
-        """Moves what the dead rank held. The handles that cannot go on, each with the reason if it is the request's own. No
-        request is the cause of an end that an operator ordered."""
+    def on_death(self, held: Sequence[SentRequest], *, is_blameless: bool = False) -> dict[int, str | None]:
+        """Moves what the dead rank held. The handles that cannot go on, each with the reason if it is the request's own.
+        `is_blameless`: no request can be the cause of that death."""
         lost: dict[int, str | None] = {}
         for sent in held:
             accepted = self._outputs.accepted_token_ids(sent.request.handle)
@@ -81,13 +81,13 @@ class Failover:
                 continue  # it has had its end
             if not self._is_enabled:
                 lost[sent.request.handle] = None
-            elif not is_by_order and sent.num_deaths >= MAX_MOVES:
+            elif not is_blameless and sent.num_deaths >= MAX_MOVES:
                 num_deaths = sent.num_deaths + 1
                 lost[sent.request.handle] = f"the request was there at {num_deaths} deaths of ranks and may be their cause"
             else:
                 self._outputs.note_move(sent.request.handle, self._clock())
                 self.num_moved += 1
-                num_deaths = sent.num_deaths + (not is_by_order)
+                num_deaths = sent.num_deaths + (not is_blameless)
                 self._resend(dataclasses.replace(continued(sent, accepted), num_deaths=num_deaths), self._clock())
         return lost
 

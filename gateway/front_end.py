@@ -26,6 +26,7 @@ from cores.config import Transport, from_plain
 from cores.curve import GroupKey
 from cores.launch.child_process import end_with_parent, read_task
 from cores.log import set_up_logging
+from cores.log_queue import unblock_stderr
 from cores.messages import FrontEndFailed, FrontEndReady, front_end_identity
 from gateway.admission import OneFrontEnd, SharedSlots, UsageSlots
 from gateway.async_llm import AsyncLLM
@@ -207,6 +208,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group; the launcher decides
     orders = read_task()
     end_with_parent()
+    unblock_stderr()
     set_up_logging(orders["log_level"], orders["log_format"])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # batches of one need no pool of a thread per core
     return uvloop.run(run_front_end(orders))

@@ -95,7 +95,7 @@ class OutputHandler:
 
     def _on_death(self, died: EngineDied) -> None:
         num_moved = self._failover.num_moved
-        lost = self._failover.on_death(self._core_client.on_engine_died(died), is_by_order=died.is_by_order)
+        lost = self._failover.on_death(self._core_client.on_engine_died(died), is_blameless=died.is_blameless)
         self._core_client.note_moved(died, self._failover.num_moved - num_moved, len(lost))
         for handle, reason in lost.items():
             text = f"{died.rank_id} died: {died.cause}" + (f"; {reason}" if reason else "")

@@ -1,7 +1,8 @@
 """A group of four ranks under load, and everything that can happen to it, in a random order that a seed repeats.
 
 Ranks are killed, stopped, drained, restarted by order, added and removed; clients leave, read slowly, and come in bursts. Every
-answer is compared with the undisturbed one. In the end the group is whole and idle again. Exit code 0 only if all of it holds.
+answer is compared with the undisturbed one. In the end the group is whole and idle again, and the processes that have seen all
+of it hold no more than before. Exit code 0 only if all of it holds.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,6 +38,7 @@ BURST = 64  # clients that come at once
 STALL_TIMEOUT_S = 2.0
 PAUSE_S = (0.5, 2.5)  # between two events
 HEALING_TIMEOUT_S = 120.0
+MAX_MORE_FILES, MAX_MORE_MIB = 16, 64.0  # than before, in the launcher or its front end
 
 
 class Chaos:
@@ -141,11 +144,38 @@ class Chaos:
             self.events["order refused"] += response.status != 200
 
 
-async def run(url: str, seconds: float, seed: int, tally: Tally) -> tuple[Counter[str], dict[str, Any]]:
+@dataclass(frozen=True)
+class Held:
+    """What a process that lives through all of it has open, and how large it is."""
+
+    name: str
+    num_files: int
+    rss_mib: float
+
+    @classmethod
+    def by(cls, name: str, pid: int) -> Held:
+        process = psutil.Process(pid)
+        return cls(name, process.num_fds(), process.memory_info().rss / 2**20)
+
+    def leaks(self, before: Held) -> list[str]:
+        is_leak = self.num_files > before.num_files + MAX_MORE_FILES or self.rss_mib > before.rss_mib + MAX_MORE_MIB
+        return [f"leak: {before} has become {self}"] if is_leak else []
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.num_files} files, {self.rss_mib:.0f} MiB"
+
+
+def held(launcher_pid: int, status: dict[str, Any]) -> list[Held]:
+    (front_end,) = status["front_ends"]
+    return [Held.by("launcher", launcher_pid), Held.by("front end", front_end["pid"])]
+
+
+async def run(url: str, pid: int, seconds: float, seed: int, tally: Tally) -> tuple[Counter[str], dict[str, Any]]:
     rng = random.Random(seed)
     pool = await make_pool(url, NUM_PROMPTS, rng)
     async with aiohttp.ClientSession() as session:
         chaos = Chaos(url, session, rng, pool, tally)
+        before = held(pid, await chaos.status())
         until_s = time.monotonic() + seconds
         clients = [Client(url, random.Random(rng.random()), pool, tally) for _ in range(NUM_WORKERS)]
         workers = [asyncio.create_task(client.run(until_s)) for client in clients]
@@ -155,7 +185,11 @@ async def run(url: str, seconds: float, seed: int, tally: Tally) -> tuple[Counte
                 tally.faults.append(f"a client failed: {end!r}")
         await chaos.heal()
         await wait_until_idle(url, tally)
-        return chaos.events, await chaos.status()
+        status = await chaos.status()
+    for now, then in zip(held(pid, status), before, strict=True):
+        print(f"{then} before; {now.num_files} files, {now.rss_mib:.0f} MiB after")
+        tally.faults += now.leaks(then)
+    return chaos.events, status
 
 
 def main() -> int:
@@ -177,7 +211,7 @@ def main() -> int:
         assert server.stdout is not None
         url = server.stdout.readline().removeprefix("gateway ready: ").split()[0]
         family = psutil.Process(server.pid)
-        events, status = asyncio.run(run(url, 60 * args.minutes, args.seed, tally))
+        events, status = asyncio.run(run(url, server.pid, 60 * args.minutes, args.seed, tally))
         children = family.children(recursive=True)
         server.terminate()
         tally.check("server", "exit code", server.wait(120), 0)

@@ -163,7 +163,7 @@ def _forward_lines(lines: list[bytes], name: str, last_lines: deque[str]) -> Non
 
 def write_lines(texts: Iterable[str], name: str) -> None:
     """To our stderr, each under that name."""
-    with contextlib.suppress(OSError):  # nobody reads our log any more: that must not hold up a child that writes to it
+    with contextlib.suppress(OSError):  # nobody reads our log any more, and it is no `LogQueue`
         sys.stderr.write("".join(under_name(name, text) + "\n" for text in texts))
         sys.stderr.flush()
 

@@ -21,6 +21,7 @@ class RankExit:
 
     cause: str  # one line; empty: it ended in order
     abrupt: bool = False  # killed or crashed: no last words of its own can be under way on the control socket
+    is_node_lost: bool = False  # it ended because its node did
 
 
 class RankHandle(Protocol):

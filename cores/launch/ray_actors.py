@@ -47,6 +47,7 @@ from cores.launch.ray_cluster import EmbeddedRayCluster
 from cores.launch.ray_head import HeadWatch
 from cores.launch.ray_nodes import Node, NodeWatch, Place, Places, answers, choose_node, num_sharing, placement_table
 from cores.log import set_up_logging
+from cores.log_queue import drain_stderr, unblock_stderr
 from cores.messages import RankId
 
 logger = logging.getLogger(__name__)
@@ -86,10 +87,13 @@ class EngineCoreActor:
 
         orders = from_plain(EngineLaunch, dict(launch))
         relay = None if orders.transport.host is None else LogRelay(orders)
+        if relay is None:  # a relay reads whatever comes
+            unblock_stderr()
         try:
             set_up_logging(orders.log_level, orders.log_format)
             return run_engine_core(orders)
         finally:
+            drain_stderr()  # Ray kills the process a moment later
             if relay is not None:
                 relay.close()
 

@@ -33,7 +33,7 @@ class EngineDied:
 
     rank_id: RankId
     cause: str
-    is_by_order: bool = False  # of an operator: no request can be its cause
+    is_blameless: bool = False  # an operator's order, or the loss of its node: no request can be its cause
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ class RankLife:
     unreachable_s: float | None = None  # since when it can be sent none
     is_up: bool = False  # the launcher has heard that it is ready
     is_leaving: bool = False  # it ends by an operator's order
+    is_node_lost: bool = False  # it died with its node
     has_told_idle: bool = False  # it drains, and the launcher knows that we have nothing on it
     load: RankLoad = field(default_factory=RankLoad)
     load_at_s: float | None = None

@@ -216,6 +216,7 @@ class Ranks:
             life.pid, life.start_progress = record.pid, record.start_progress
             rank.restart_pending = record.restart_pending
             life.is_leaving = life.is_leaving or record.is_leaving
+            life.is_node_lost = record.is_node_lost
             self._note_drain(life, record.state, now)
             if record.state == "dead":
                 self._read_all()  # what the rank still said comes before the news of its death
@@ -286,7 +287,7 @@ class Ranks:
         text = f"{end} with {num_held} requests in flight: {headline}"
         self.events.add("drain" if is_by_order else "death", rank_id.rank, f"epoch {rank_id.epoch} {text}", now, rank_id.epoch)
         logger.log(logging.INFO if self._closed or is_by_order else logging.ERROR, "%s %s", rank_id, text)
-        self._put(EngineDied(rank_id, headline, is_by_order))
+        self._put(EngineDied(rank_id, headline, is_by_order or rank.life.is_node_lost))
         if tell_launcher:
             self._tell_launcher(m.RankDied(rank_id, headline))
 

@@ -20,6 +20,7 @@ from typing import TextIO
 from cores.config import Transport, from_plain, to_plain
 from cores.launch.child_process import read_task
 from cores.log import PrintedLines, set_up_logging
+from cores.log_queue import unblock_stderr
 from gateway.config import GatewayConfig
 from gateway.launch.launcher import Launcher
 from gateway.launch.ranks import make_rank_launcher
@@ -31,6 +32,7 @@ def main() -> int:
     config = from_plain(GatewayConfig, task["config"])
     if task["kind"] == "endpoint":
         return serve(config, is_child=True)
+    unblock_stderr()
     set_up_logging(config.log_level, config.log_format)
     stdout = sys.stdout
     # The answer below is all that the parent reads there.

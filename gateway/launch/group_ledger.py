@@ -6,6 +6,7 @@ Rules
 * A rank that dies before the whole group has been up once fails the start: a second try would hide a wrong setting.
 * After that it gets a new life, later each time, and at most `max_restarts` times within ten minutes.
 * A life that ends by an operator's order costs nothing of that: the rank gets its next life at once, or is gone.
+* Nor does one that is lost with its node: no rank can be blamed for that, and where there is room is the rank launcher's care.
 * A rank that is added to a running group and dies before it was ready once is gone again.
 """
 
@@ -84,6 +85,7 @@ class _Rank:
     progress: float = 0.0  # of loading its weights
     leaving: Literal["", "restart", "remove"] = ""  # what becomes of it when this life has ended
     is_added: bool = False  # to a running group, and was not ready yet
+    is_node_lost: bool = False  # its last life died with its node
 
 
 class GroupLedger:
@@ -113,6 +115,7 @@ class GroupLedger:
                 restart_pending=r.restart_pending,
                 is_leaving=bool(r.leaving),
                 start_progress=r.progress,
+                is_node_lost=r.is_node_lost,
             )
             for rank, r in self._ranks.items()
         )
@@ -124,7 +127,7 @@ class GroupLedger:
         self._move(rank, "begin")
         r.epoch += 1
         r.pid, r.progress = None, 0.0
-        r.restart_pending = False
+        r.restart_pending = r.is_node_lost = False
         return RankId(rank, r.epoch)
 
     def on_process(self, rank_id: RankId, pid: int | None) -> None:
@@ -144,12 +147,13 @@ class GroupLedger:
         self._was_up = self._was_up or all(r.state == "ready" for r in self._ranks.values())
         return True
 
-    def on_death(self, rank_id: RankId, cause: str, now: float) -> Verdict | None:
+    def on_death(self, rank_id: RankId, cause: str, now: float, *, is_node_lost: bool = False) -> Verdict | None:
         """What follows; None when that life was over already."""
         if not self._is_current(rank_id):
             return None
         self._move(rank_id.rank, "died")
         self._ranks[rank_id.rank].cause = cause
+        self._ranks[rank_id.rank].is_node_lost = is_node_lost
         if not self._was_up:
             self.failed = f"rank {rank_id.rank} did not start: {cause}"
             return StartFailed()
@@ -272,7 +276,7 @@ class GroupLedger:
 
     def _restart_or_give_up(self, rank: int, now: float) -> Verdict:
         r = self._ranks[rank]
-        delay_s = r.budget.take(now)
+        delay_s = r.budget.take_free() if r.is_node_lost else r.budget.take(now)
         if delay_s is not None:
             r.restarts += 1
             r.restart_pending = True

@@ -69,7 +69,7 @@ OPEN_TIMEOUT_S = 120.0  # the rank launcher's own bounds strike first
 FRONT_END_READY_TIMEOUT_S = 60.0
 # With no rank left the front end answers 503 with the cause for a moment, then ends by itself; this is for one that does not.
 WATCHDOG_S = 5.0
-DRAIN_MARGIN_S = 10.0  # from a front end's last answer to its exit: a reader that is slow with it has 5 s
+DRAIN_MARGIN_S = 15.0  # from a front end's last answer to its exit: slow readers have 5 s, then statistics 5 s to be sent
 TICK_INTERVAL_S = 0.25  # how often lost nodes are looked for
 MAX_TICK_S = 1.0
 RANK_END_TIMEOUT_S = 5.0  # nothing is in flight any more

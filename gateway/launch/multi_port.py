@@ -25,6 +25,7 @@ from cores.launch.interface import LaunchError
 from cores.launch.rank_environment import Machine, thread_variables
 from cores.launch.ray_cluster import EmbeddedRayCluster, use_own_token
 from cores.log import set_up_logging
+from cores.log_queue import unblock_stderr
 from gateway.config import GatewayConfig, ParallelConfig
 from gateway.exit_codes import EXIT_FAILED, EXIT_USAGE
 from gateway.launch.restart_budget import RestartBudget
@@ -35,7 +36,7 @@ from gateway.launch.service_manager import tell_service_manager
 logger = logging.getLogger(__name__)
 
 # What an endpoint needs after its drain, by its own bounds.
-STOP_MARGIN_S = 30.0
+STOP_MARGIN_S = 40.0
 KILL_TIMEOUT_S = 10.0
 MAX_RESTARTS = 5  # of an endpoint, within ten minutes
 FIRST_BACKOFF_S = 1.0  # what was killed must be gone from its port
@@ -43,6 +44,7 @@ FIRST_BACKOFF_S = 1.0  # what was killed must be gone from its port
 
 def supervise(config: GatewayConfig) -> int:
     """Runs all endpoints until a signal, or until none is left; returns the exit code."""
+    unblock_stderr()
     set_up_logging(config.log_level, config.log_format)
     try:
         check_machine(config)

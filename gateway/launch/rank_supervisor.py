@@ -51,6 +51,7 @@ class _Life:
     front_ends: dict[int, FrontEndAddress] = field(default_factory=dict)  # that it knows, by index
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     is_stuck: bool = False  # it will not end by itself
+    is_node_lost: bool = False  # what it died of, if it died
     hurry: asyncio.Event = field(default_factory=asyncio.Event)  # an operator wants its successor at once
     heard_s: float = field(default_factory=time.monotonic)  # when it last said something
     idle_at: set[int] = field(default_factory=set)  # front ends that have no request on it, and send none, while it drains
@@ -192,7 +193,7 @@ class RankSupervisor:
                 logger.error("node %s is gone: nothing was heard of it or its ranks for %.1f s", node, silent_s)
                 cause = f"node {node} is gone: nothing was heard of it or its ranks for {silent_s:.1f} s"
                 for life, _ in lives:
-                    life.is_stuck = True  # nobody is there whose end could be waited for
+                    life.is_stuck = life.is_node_lost = True  # nobody is there whose end could be waited for
                     life.prove_death(cause)
                     self._book_death(life, cause)
                 # All in one snapshot: else the first one's requests would go on at the second, which is as dead, and so on.
@@ -231,7 +232,7 @@ class RankSupervisor:
         """Once for each life, whoever is first."""
         if not life.is_booked:
             life.is_booked = True
-            life.verdict = self._ledger.on_death(life.rank_id, cause, time.monotonic())
+            life.verdict = self._ledger.on_death(life.rank_id, cause, time.monotonic(), is_node_lost=life.is_node_lost)
         return life.verdict
 
     async def _live(self, life: _Life) -> str:
@@ -277,6 +278,7 @@ class RankSupervisor:
         elif handle.node_silent_s >= NODE_IN_DOUBT_S:
             # Its node is on its way out, and the other ranks there with it: they are to be declared dead together.
             await asyncio.wait({life.death}, timeout=LOST_NODE_S)
+        life.is_node_lost = life.is_node_lost or (end.is_node_lost and not life.death.done())
         life.prove_death(end.cause or UNASKED_END)
 
     @staticmethod

@@ -26,6 +26,10 @@ class RestartBudget:
         # Bounded in the exponent, too: whoever allows thousands of restarts must not meet a number that is none.
         return min(MAX_DELAY_S, self._first_delay_s * 2.0 ** min(len(self._recent_s) - 1, 30))
 
+    def take_free(self) -> float | None:
+        """One that is not counted, as whatever died is not to blame. None where nothing may begin again."""
+        return self._first_delay_s if self._max_restarts else None
+
     def check_invariants(self) -> None:
         assert len(self._recent_s) <= self._max_restarts
         assert list(self._recent_s) == sorted(self._recent_s)

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from cores.config import is_loopback
 from cores.launch.child_process import parent_died
 from cores.log import PrintedLines, logs_json, set_up_logging
+from cores.log_queue import unblock_stderr
 from gateway.config import ConfigError, GatewayConfig
 from gateway.exit_codes import EXIT_FAILED, EXIT_USAGE
 from gateway.launch import listener as listening
@@ -35,6 +36,7 @@ KILL_TIMEOUT_S = 10.0
 
 def serve(config: GatewayConfig, *, is_child: bool = False) -> int:
     """Runs one endpoint until a signal or a failure; returns the exit code. A child ends with the end of its stdin, too."""
+    unblock_stderr()
     with bottom_line(is_wanted=config.log_format == "text" and not is_child) as line:
         set_up_logging(config.log_level, config.log_format)
         try:

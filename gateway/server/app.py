@@ -16,6 +16,7 @@ from gateway.server.routes import admin, chat, completions, development, embeddi
 from gateway.server.state import STATE, TRACE_HEADERS, ServerState
 
 BACKLOG = 2048
+STOP_TIMEOUT_S = 5.0  # what a reader that is slow with its last answer has
 KEEPALIVE_TIMEOUT_S = 75.0  # of an idle connection, from its first byte on; longer than usual proxies keep theirs
 INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
 
@@ -68,7 +69,7 @@ class RunningServer:
         self._runner = runner
         self._site: web.SockSite | None = site
 
-    async def stop(self, timeout_s: float = 5.0) -> None:
+    async def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Accepts nothing more, lets handlers go on for `timeout_s`, then cancels them. Idempotent."""
         if self._site is None:
             return

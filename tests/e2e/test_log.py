@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import requests
+
+from tests.e2e.conftest import ROOT
 
 Serve = Callable[..., Any]
 Poll = Callable[..., Any]
@@ -47,3 +51,33 @@ def test_the_cause_of_a_failed_start_is_an_object_too(serve: Serve, simulated: l
         serve(*simulated, "fault=raise_at_step=0", "--log-format", "json")
     last = str(caught.value).strip().splitlines()[-1]
     assert "simulated fault at step 0" in json.loads(last)["message"]
+
+
+def test_a_log_that_nobody_reads_stops_neither_the_launcher_nor_a_front_end(simulated: list[str], poll: Poll) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    flags = ("-dp", "2", "--port", "0", "--log-level", "debug", "--enable-log-requests")
+    command = [sys.executable, "-m", "gateway", "serve", *simulated, *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().removeprefix("gateway ready: ").split()[0]
+        prompt = "word " * 8000
+        for _ in range(20):  # a prompt is 40 kB of log, and its ids as much: ten times what all pipes hold
+            answer = requests.post(f"{url}/v1/completions", json={"prompt": prompt, "max_tokens": 1}, timeout=60)
+            assert answer.status_code == 200, answer.text
+
+        def rank_1() -> dict[str, Any]:
+            rows: list[dict[str, Any]] = requests.get(f"{url}/status", timeout=60).json()["ranks"]
+            return rows[1]
+
+        os.kill(rank_1()["pid"], signal.SIGKILL)
+        poll(
+            lambda: (rank_1()["epoch"], rank_1()["state"]) == (2, "ready"),
+            "the launcher has seen it and begun its next life",
+            60,
+        )
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate()

@@ -174,3 +174,11 @@ def test_without_failover_everything_is_lost(tokenizer: Tokenizer) -> None:
     stage = Stage(tokenizer, is_enabled=False)
     assert stage.failover.on_death([stage.sent]) == {1: None}
     assert stage.outputs.fail([1], EngineDeadError("rank 0 died")) == []
+
+
+def test_no_request_is_blamed_for_deaths_that_were_nobodys(tokenizer: Tokenizer) -> None:
+    stage = Stage(tokenizer)
+    assert stage.failover.on_death([stage.sent], is_blameless=True) == {}
+    for i in range(3):
+        assert stage.failover.on_death([stage.client.sent[i]], is_blameless=True) == {}
+    assert stage.client.sent[-1].num_deaths == 0

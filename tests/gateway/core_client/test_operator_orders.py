@@ -70,11 +70,21 @@ async def test_an_end_by_order_is_no_death_and_blames_no_request(group: FakeGrou
     group.tell_state(RankRecord(0, 1, "draining", is_leaving=True), READY[1])
     group.tell_state(RankRecord(0, 1, "dead", "restarted by an operator", restart_pending=True), READY[1])
     died = await group.received()
-    assert died == EngineDied(ZERO, "restarted by an operator", is_by_order=True)
+    assert died == EngineDied(ZERO, "restarted by an operator", is_blameless=True)
     assert [sent.request.handle for sent in group.client.on_engine_died(died)] == [handle]
     status = group.client.rank_statuses(group.clock())[0]
     assert (status.state, status.deaths, status.death_cause) == ("dead", 0, None)
     assert kinds(group, 0) == ["ready", "drain", "drain"]
+
+
+async def test_a_death_with_its_node_is_a_death_and_blames_no_request(group: FakeGroup) -> None:
+    handle, _ = group.add_request(pinned_rank=0)
+    group.tell_state(RankRecord(0, 1, "dead", "its node is gone", restart_pending=True, is_node_lost=True), READY[1])
+    died = await group.received()
+    assert died == EngineDied(ZERO, "its node is gone", is_blameless=True)
+    assert [sent.request.handle for sent in group.client.on_engine_died(died)] == [handle]
+    status = group.client.rank_statuses(group.clock())[0]
+    assert (status.state, status.deaths, status.death_cause) == ("dead", 1, "its node is gone")
 
 
 async def test_an_added_rank_takes_requests_and_a_removed_one_is_gone_with_what_it_held(group: FakeGroup) -> None:
@@ -86,7 +96,7 @@ async def test_an_added_rank_takes_requests_and_a_removed_one_is_gone_with_what_
     assert rank_id == TWO
     group.tell_state(*READY)
     died = await group.received()
-    assert died == EngineDied(TWO, "removed by an operator", is_by_order=True)
+    assert died == EngineDied(TWO, "removed by an operator", is_blameless=True)
     assert [status.rank for status in group.client.rank_statuses(0.0)] == [0, 1]
     group.client.abort_requests([handle])  # its rank is gone, and with it what was to be aborted
     group.client.note_moved(died, 0, 0)

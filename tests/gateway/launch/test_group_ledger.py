@@ -223,3 +223,24 @@ def test_a_rank_that_gets_the_number_of_a_removed_one_counts_its_restarts_on(gro
     group.ledger.add(0)
     records = {record.rank: record for record in group.ledger.snapshot().ranks}
     assert records[0].restarts == 1
+
+
+def test_a_rank_that_loses_node_after_node_is_never_given_up_and_its_own_deaths_still_count(group: Group) -> None:
+    _, rank_id = group.bring_up()
+    for now in range(10):
+        assert group.ledger.on_death(rank_id, "its node is gone", float(now), is_node_lost=True) == Restart(1.0)
+        assert group.ledger.snapshot().ranks[1].is_node_lost
+        rank_id = group.ledger.begin(1)
+        assert not group.ledger.snapshot().ranks[1].is_node_lost
+        group.ledger.on_ready(rank_id)
+    for verdict in (Restart(1.0), Restart(2.0)):
+        assert group.ledger.on_death(rank_id, "killed", now=11.0) == verdict
+        rank_id = group.ledger.begin(1)
+    assert group.ledger.on_death(rank_id, "killed", now=12.0) == GivenUp(is_last=False)
+
+
+def test_where_no_restart_is_wanted_a_lost_node_brings_none() -> None:
+    group = Group(2, max_restarts=0)
+    _, rank_id = group.bring_up()
+    assert group.ledger.on_death(rank_id, "its node is gone", now=0.0, is_node_lost=True) == GivenUp(is_last=False)
+    group.ledger.check_invariants()

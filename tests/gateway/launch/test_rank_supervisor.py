@@ -30,9 +30,9 @@ class FakeRank:
         """Whoever waits for its end will not be told."""
         self._end.set_exception(error)
 
-    def end(self, cause: str, *, abrupt: bool = True) -> None:
+    def end(self, cause: str, *, abrupt: bool = True, is_node_lost: bool = False) -> None:
         if not self._end.done():
-            self._end.set_result(RankExit(cause, abrupt))
+            self._end.set_result(RankExit(cause, abrupt, is_node_lost))
 
     async def wait(self) -> RankExit:
         return await asyncio.shield(self._end)
@@ -329,6 +329,28 @@ async def test_all_ranks_of_a_node_that_is_gone_are_declared_dead_in_one_snapsho
     assert "node lost is gone: nothing was heard of it or its ranks for" in str(group.states[-1].ranks[1].cause)
     await group.until(lambda: all(RankId(rank, 2) in group.launcher.lives for rank in (1, 2, 3)))
     assert all(group.launcher.lives[RankId(rank, 1)].was_killed for rank in (1, 2, 3))
+    await group.supervisor.stop(0.0)
+    group.ledger.check_invariants()
+
+
+async def test_lost_nodes_cost_a_rank_none_of_its_restarts() -> None:
+    group = Group(2, max_restarts=1)
+    await group.bring_up()
+    for epoch in range(1, 6):
+        life = group.launcher.lives[RankId(1, epoch)]
+        life.node_id, life.node_silent_s = f"node {epoch}", 60.0
+        group.supervisor.look_for_lost_nodes(time.monotonic() + 2.5)
+        await group.until(lambda epoch=epoch: RankId(1, epoch + 1) in group.launcher.lives)  # type: ignore[misc]
+        group.say_ready(1, epoch=epoch + 1)
+    group.launcher.lives[RankId(1, 6)].end("Ray has ended its node", is_node_lost=True)
+    await group.until(lambda: RankId(1, 7) in group.launcher.lives)
+    assert group.sleeps == [1.0] * 6
+    group.launcher.lives[RankId(1, 7)].end("killed by signal 9")
+    await group.until(lambda: RankId(1, 8) in group.launcher.lives)
+    lost = [record for state in group.states if (record := state.ranks[1]).state == "dead" and record.is_node_lost]
+    assert {record.epoch for record in lost} == set(range(1, 7))
+    group.launcher.lives[RankId(1, 8)].end("killed by signal 9")
+    await group.until(lambda: group.states[-1].ranks[1].state == "dead" and not group.states[-1].ranks[1].restart_pending)
     await group.supervisor.stop(0.0)
     group.ledger.check_invariants()
 

@@ -30,3 +30,11 @@ def test_a_rank_that_has_died_often_still_comes_back_soon() -> None:
     assert delays[:6] == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
     assert set(delays[5:]) == {30.0}
     budget.check_invariants()
+
+
+def test_what_is_free_is_not_counted_but_where_nothing_may_begin_again_nothing_is_free() -> None:
+    budget = RestartBudget(1, first_delay_s=1.0)
+    assert [budget.take_free() for _ in range(100)] == [1.0] * 100
+    assert (budget.take(0.0), budget.take(1.0)) == (1.0, None)
+    assert budget.take_free() == 1.0
+    assert RestartBudget(0, first_delay_s=1.0).take_free() is None
