@@ -8,6 +8,11 @@ for, too, and a block computed twice takes the place of two. So requests with eq
 although computing the prompt once more on an idle rank would be as fast for the second; and a chat stays where its prefix is
 until the others' queues are shorter by more than that.
 
+A prefix that many share would gather them all on few ranks: for each of them alone that is quicker, and together they slow down
+each other's every token, while the other ranks, to which it would have to be brought only once, stand idle. So a rank's cache
+counts for nothing while more of our requests are there than `CROWD_FACTOR` times the mean and `CROWD_SLACK`. Chats, each of
+which has a prefix of its own, never come to that.
+
 Where no rank has any of it this is `least_tokens`, and old reports widen the choice as they do there.
 """
 
@@ -22,6 +27,7 @@ from balancer.policies.least_tokens import LeastCost
 from balancer.policy import Choice
 
 COMPUTE_WEIGHT = 2
+CROWD_FACTOR, CROWD_SLACK = 1.25, 8  # 1.1 to 1.5 and 4 to 16 were alike
 
 
 class PrefixAffinity:
@@ -34,10 +40,16 @@ class PrefixAffinity:
     def choose(self, request: RoutingRequest, ranks: Sequence[RankView], now: float) -> Choice:
         weight, cached = self._weight, request.cached_tokens
         own = weight * request.num_prompt_tokens
+        crowd = _crowd(ranks) if cached else 0
         costs = []
-        for view in ranks:  # two thirds of the time of a comprehension, which would have to look up all four names outside
+        for view in ranks:  # two thirds of the time of a comprehension, which would have to look up all names outside
             cost = view.load_tokens + own
-            if view.rank_id in cached:
+            if view.rank_id in cached and view.own_in_flight <= crowd:
                 cost -= weight * cached[view.rank_id]
             costs.append(cost)
         return self._choice.choose(costs, ranks, now, self.name)
+
+
+def _crowd(ranks: Sequence[RankView]) -> float:
+    """How many of our requests may be on a rank that is still chosen for a prefix."""
+    return CROWD_FACTOR * sum([view.own_in_flight for view in ranks]) / len(ranks) + CROWD_SLACK
