@@ -299,7 +299,7 @@ class OutputThread(threading.Thread):
         self._rank_id = rank_id
         self._inbox = inbox
         self._outbox = outbox
-        self._status = status
+        self._status, self._status_at_s = status, clock()
         self._clock = clock
         self._sleep = sleep
         self._max_backlog_bytes = max_backlog_bytes
@@ -341,7 +341,7 @@ class OutputThread(threading.Thread):
         return self._status.command_seqs.get(pipe.client, 0), self._status.load
 
     def _send_turn(self, turn: LoopTurn) -> None:
-        old, self._status = self._status, turn.status
+        old, self._status, self._status_at_s = self._status, turn.status, self._clock()
         if (old.state, old.weight_version) != (turn.status.state, turn.status.weight_version):
             for pipe in self._pipes.values():  # every front end must know before it reads on
                 self._put(pipe, encode(self._make_report("heartbeat", pipe.client)))
@@ -374,11 +374,13 @@ class OutputThread(threading.Thread):
     def _make_report(self, kind: str, client: int) -> Heartbeat | LoadReport:
         status = self._status
         seq = status.command_seqs.get(client, 0)
+        age_s = self._clock() - self._status_at_s if status.has_work else 0.0
         if kind == "heartbeat":
             return Heartbeat(
-                self._rank_id, status.step, status.has_work, seq, status.load, status.stats, status.state, status.weight_version
-            )
-        return LoadReport(self._rank_id, status.step, seq, status.load)
+                self._rank_id, status.step, status.has_work, seq, status.load, status.stats, status.state,
+                status.weight_version, age_s,
+            )  # fmt: skip
+        return LoadReport(self._rank_id, status.step, seq, status.load, age_s)
 
     def _put(self, pipe: FrontEndPipe, frame: bytes) -> None:
         if pipe.put(frame):

@@ -245,6 +245,7 @@ class Heartbeat:
     stats: SchedulerStats
     state: EngineState = EngineState.READY
     weight_version: int = 0
+    load_age_s: float = 0.0  # since the load was so: a step takes its time. 0 while there is nothing to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +256,7 @@ class LoadReport:
     step: int
     command_seq: int
     load: RankLoad
+    load_age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

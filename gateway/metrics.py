@@ -168,7 +168,7 @@ _RANK_ROWS = (
     _Row("rank_step_seconds", "Time of one engine step (EWMA).", GaugeMetricFamily, lambda r: r.step_ms / 1e3),
     _Row("rank_last_seen_seconds", "Since the rank's last sign of life.", GaugeMetricFamily, lambda r: r.last_seen_s),
     _Row(
-        "rank_signal_age_seconds", "Age of the rank's last load report.", GaugeMetricFamily,
+        "rank_signal_age_seconds", "Since the rank's load was as last reported.", GaugeMetricFamily,
         lambda r: None if r.signal_age_ms is None else r.signal_age_ms / 1e3,
     ),
     _Row("rank_requests", "Requests sent to the rank.", CounterMetricFamily, lambda r: r.requests_total),

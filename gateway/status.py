@@ -61,7 +61,7 @@ class RankStatus:
     prefill_speed_tokens_per_s: float = 0.0
     decode_speed_tokens_per_s: float = 0.0
     last_seen_s: float | None = None  # since any message of the rank
-    signal_age_ms: float | None = None  # since its last load report
+    signal_age_ms: float | None = None  # since its load was as last reported
     ledger_tokens: int = 0  # what this front end has booked on it
     ledger_requests: int = 0  # the same in sequences
     restarts: int = 0
@@ -112,7 +112,7 @@ class Event:
 class BalancerStatus:
     policy: str
     dispatch: str
-    signal_age_ms: float | None = None  # of the oldest load report in use
+    signal_age_ms: float | None = None  # of the oldest load in use
     prefix_landmarks: int = 0  # of cached prefixes that are known here, over all ranks; one stands for some 64 tokens
 
 

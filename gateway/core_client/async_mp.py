@@ -322,7 +322,7 @@ class AsyncMPClient(EngineCoreClient):
                     life.weight_version = message.weight_version
                     rank.on_stats(message.stats, now)
                 life.health.on_sign_of_life(now, message.step, has_work)
-                self._on_load(life, message.step, message.command_seq, message.load, now)
+                self._on_load(life, message.step, message.command_seq, message.load, now, message.load_age_s)
                 self._note_eligible()  # it may have been resumed
             case m.CacheEvents():
                 index = self.ledger.prefix_index
@@ -333,8 +333,8 @@ class AsyncMPClient(EngineCoreClient):
             case m.UtilityResult():
                 self._received.put_nowait(message)
 
-    def _on_load(self, life: RankLife, step: int, command_seq: int, load: m.RankLoad, now: float) -> None:
-        life.load, life.load_at_s = load, now
+    def _on_load(self, life: RankLife, step: int, command_seq: int, load: m.RankLoad, now: float, age_s: float = 0.0) -> None:
+        life.load, life.load_at_s = load, now - age_s
         life.commands_seen.on_report(command_seq)
         self.ledger.on_report(life.rank_id, step, command_seq, load, now)
         self._on_room()

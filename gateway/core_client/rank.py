@@ -45,7 +45,7 @@ class RankLife:
     is_node_lost: bool = False  # it died with its node
     has_told_idle: bool = False  # it drains, and the launcher knows that we have nothing on it
     load: RankLoad = field(default_factory=RankLoad)
-    load_at_s: float | None = None
+    load_at_s: float | None = None  # when it was so, at the engine
     weight_version: int = 0
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     num_stalls: int = 0

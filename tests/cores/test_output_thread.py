@@ -160,6 +160,16 @@ def test_a_front_end_without_outputs_hears_of_the_load_and_a_silent_one_gets_no_
     assert sockets[2].sent == []
 
 
+def test_reports_in_a_long_step_say_how_old_the_load_is_and_an_idle_engines_is_never_old() -> None:
+    busy, idle = make_turn(1, 0), make_turn(2, 0)
+    idle = LoopTurn(replace(idle.status, has_work=False), {})
+    reply = UtilityReply(0, UtilityResult(RANK, 5))  # something to wake up for
+    sockets = {0: FakePush()}
+    run_thread(sockets, [busy, reply, reply, idle, reply, LastWords("")], wait_s=0.6)
+    beats = [(m.step, round(m.load_age_s, 6)) for m in sockets[0].sent if isinstance(m, Heartbeat)]
+    assert beats == [(1, 0.0), (1, 0.6), (1, 1.2), (2, 0.0), (2, 0.0)]
+
+
 def test_what_waits_for_a_dead_front_end_does_not_reach_its_successor() -> None:
     old, new, other = FakePush(num_refusals=10**9), FakePush(), FakePush()
     sockets = FakeSockets({0: old, 1: other})

@@ -65,6 +65,14 @@ async def test_a_silent_rank_leaves_rotation_and_comes_back_with_its_next_word(g
     assert group.add_request(pinned_rank=1)[1] == ONE
 
 
+async def test_a_load_is_as_old_as_the_step_behind_it_however_new_the_heartbeat(group: FakeGroup) -> None:
+    alive = Heartbeat(ZERO, 1, True, 0, RankLoad(num_running=7), SchedulerStats(), load_age_s=2.5)
+    await group.engines[0].say(alive)
+    await group.until(lambda: group.client.rank_statuses(group.clock())[0].running == 7)
+    group.clock.sleep(0.25)
+    assert group.client.rank_statuses(group.clock())[0].signal_age_ms == 2750.0
+
+
 async def test_where_all_ranks_are_silent_requests_still_go_to_them_as_health_says(group: FakeGroup) -> None:
     group.clock.sleep(3.5)
     await group.until(lambda: (group.state(0), group.state(1)) == ("suspect", "suspect"))
