@@ -158,7 +158,7 @@ Column = tuple[str, Callable[[Summary], str]]
 
 
 def seconds(key: str, share: str) -> Callable[[Summary], str]:
-    return lambda summary: f"{summary[key][share] / 1e3:.2f}"
+    return lambda summary: f"{summary[key][share] / 1e3:.3f}"
 
 
 def count(key: str) -> Column:
