@@ -8,10 +8,11 @@ for, too, and a block computed twice takes the place of two. So requests with eq
 although computing the prompt once more on an idle rank would be as fast for the second; and a chat stays where its prefix is
 until the others' queues are shorter by more than that.
 
-A prefix that many share would gather them all on few ranks: for each of them alone that is quicker, and together they slow down
-each other's every token, while the other ranks, to which it would have to be brought only once, stand idle. So a rank's cache
-counts for nothing while more of our requests are there than `CROWD_FACTOR` times the mean and `CROWD_SLACK`. Chats, each of
-which has a prefix of its own, never come to that.
+A prefix that many share would gather them all on few ranks: for each of them alone that is quicker, but together they slow down
+each other's every token, while other ranks, to which it would have to be brought only once, stand idle. So a rank is crowded,
+and its cache counts for nothing, while more of our requests are there than `CROWD_FACTOR` times those on the rank of the least
+load, and `CROWD_SLACK`. Chats, each of which has a prefix of its own, hardly come to that. A rank that has just started is the
+one of the least load only until it has something to compute; so it gets its share bit by bit, and chats keep their ranks.
 
 Where no rank has any of it this is `least_tokens`, and old reports widen the choice as they do there.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import ClassVar
 
 from balancer.load import RankView, RoutingRequest
@@ -27,7 +29,10 @@ from balancer.policies.least_tokens import LeastCost
 from balancer.policy import Choice
 
 COMPUTE_WEIGHT = 2
-CROWD_FACTOR, CROWD_SLACK = 1.25, 8  # 1.1 to 1.5 and 4 to 16 were alike
+CROWD_FACTOR, CROWD_SLACK = 1.5, 16  # 1.25 and 12 were alike; 8 moved long histories too often
+
+
+_load_tokens = attrgetter("load_tokens")
 
 
 class PrefixAffinity:
@@ -52,4 +57,4 @@ class PrefixAffinity:
 
 def _crowd(ranks: Sequence[RankView]) -> float:
     """How many of our requests may be on a rank that is still chosen for a prefix."""
-    return CROWD_FACTOR * sum([view.own_in_flight for view in ranks]) / len(ranks) + CROWD_SLACK
+    return CROWD_FACTOR * min(ranks, key=_load_tokens).own_in_flight + CROWD_SLACK
