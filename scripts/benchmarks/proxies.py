@@ -129,7 +129,8 @@ class HAProxy(Proxy):
         return str(self.directory / "stats")
 
     def replacements(self) -> dict[str, str]:
-        return {"bind :8080": f"bind 127.0.0.1:{self.port}", "/run/haproxy-gateway.sock": self._socket}
+        own_sockets = {"/run/haproxy-gateway.sock": self._socket, "/run/haproxy-gateway-nobody.sock": f"{self._socket}-nobody"}
+        return {"bind :8080": f"bind 127.0.0.1:{self.port}", **own_sockets}
 
     def arguments(self) -> list[str]:
         return ["-W", "-f", str(self.config_path)]

@@ -195,8 +195,32 @@ async def test_when_all_refuse_the_client_is_told_to_come_back_and_is_served_onc
             await asyncio.sleep(0.1)
 
 
-async def status_of(fleet: Fleet) -> int:
-    async with fleet.post() as response:
+async def test_a_request_refused_when_no_endpoint_is_up_any_more_gets_an_answer_and_no_closed_connection(fleet: Fleet) -> None:
+    assert sum((await fleet.ranks_of(8)).values()) == 8  # connections are kept from now on, and the next request goes over one
+    fleet.hold()
+    answer = asyncio.create_task(fleet.post(headers={"X-Session-Id": "alice"}).__aenter__())
+    _, request = await fleet.arrival()
+    for endpoint in fleet.endpoints:
+        endpoint.engine.overload = OverloadedError("too many requests are queued")
+    if fleet.proxy.probes:
+        await up(fleet.proxy, set())
+    request.fail(OverloadedError("too many requests are queued"))
+    async with await answer as response:
+        assert response.status == 503
+        assert int(response.headers["Retry-After"]) >= 1
+        assert (await response.json())["error"]["type"] == "overloaded_error"
+    for endpoint in fleet.endpoints:
+        endpoint.engine.overload = None
+    fleet.say("Hello")
+    if fleet.proxy.probes:
+        await up(fleet.proxy, {0, 1, 2, 3})
+    async with asyncio.timeout(DEADLINE_S):
+        while await status_of(fleet, "alice") != 200:  # nginx gives endpoints that refused a second of rest
+            await asyncio.sleep(0.1)
+
+
+async def status_of(fleet: Fleet, session: str = "bob") -> int:
+    async with fleet.post(headers={"X-Session-Id": session}) as response:
         return response.status
 
 
