@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 
 from gateway.bench.workload import SAMPLE_TEXT, PlannedRequest
+from gateway.endpoint_url import http_base, make_connector
 
 CONNECT_TIMEOUT_S = 30.0
 
@@ -76,13 +77,14 @@ class BenchClient:
 
     def __init__(self, url: str, *, api_key: str | None = None, chat: bool = False, timeout_s: float = 300.0) -> None:
         self._url = url.rstrip("/")
+        self._base = http_base(self._url)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=timeout_s)
         self._chat = chat
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = make_connector(self._url, limit=0)
         self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, timeout=self._timeout)
         return self
 
@@ -148,7 +150,7 @@ class BenchClient:
 
     async def _post(self, path: str, body: dict[str, Any], result: RequestResult) -> None:
         assert self._session is not None
-        async with self._session.post(self._url + path, json=body) as response:
+        async with self._session.post(self._base + path, json=body) as response:
             result.has_begun = True
             result.rank = response.headers.get("X-Gateway-Rank")
             if response.status != 200:
@@ -159,7 +161,7 @@ class BenchClient:
     async def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         assert self._session is not None
         try:
-            async with self._session.request(method, self._url + path, json=body) as response:
+            async with self._session.request(method, self._base + path, json=body) as response:
                 if response.status != 200:
                     raise EndpointError(f"{self._url}{path} answered {response.status}: {await _error_message(response)}")
                 return msgspec.json.decode(await response.read(), type=dict[str, Any])

@@ -25,7 +25,7 @@ from gateway.bench.workload import (
     with_poisson_arrivals,
     without_arrivals,
 )
-from gateway.cli.status import DEFAULT_URL, base_url
+from gateway.cli.status import DEFAULT_URL, URL_FORMS, base_url
 from gateway.exit_codes import EXIT_FAILED, EXIT_USAGE
 
 DEFAULT_NUM_PROMPTS = 100
@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench", help="put load on an endpoint and measure it", description=DESCRIPTION, epilog=EPILOG
     )
-    parser.add_argument("--url", type=base_url, default=DEFAULT_URL, help=f"endpoint (default: {DEFAULT_URL})")
+    parser.add_argument("--url", type=base_url, default=DEFAULT_URL, help=f"endpoint, {URL_FORMS} (default: {DEFAULT_URL})")
     parser.add_argument("--model", metavar="M", help="model name (default: the endpoint's first)")
     parser.add_argument("--api-key", metavar="KEY", help="bearer token (default: GATEWAY_API_KEY)")
     parser.add_argument(

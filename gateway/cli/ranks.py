@@ -11,7 +11,8 @@ from typing import Any
 
 import aiohttp
 
-from gateway.cli.status import DEFAULT_URL, base_url
+from gateway.cli.status import DEFAULT_URL, URL_FORMS, base_url
+from gateway.endpoint_url import http_base, make_connector
 from gateway.exit_codes import EXIT_FAILED
 from gateway.operations import DRAIN_TIMEOUT_S
 
@@ -47,7 +48,9 @@ def _add_common(parser: Any, *, has_timeout: bool) -> None:
             "--drain-timeout", type=float, default=DRAIN_TIMEOUT_S, metavar="S",
             help=f"seconds that a rank's requests get before they go on elsewhere (default: {DRAIN_TIMEOUT_S:g})",
         )  # fmt: skip
-    parser.add_argument("--url", type=base_url, default=DEFAULT_URL, metavar="URL", help=f"endpoint (default: {DEFAULT_URL})")
+    parser.add_argument(
+        "--url", type=base_url, default=DEFAULT_URL, metavar="URL", help=f"endpoint, {URL_FORMS} (default: {DEFAULT_URL})"
+    )
     parser.add_argument("--api-key", metavar="KEY", help="bearer token of the endpoint (default: GATEWAY_API_KEY)")
 
 
@@ -64,29 +67,39 @@ async def _run(args: argparse.Namespace) -> None:
     key = args.api_key or os.environ.get("GATEWAY_API_KEY")
     timeout = aiohttp.ClientTimeout(total=getattr(args, "drain_timeout", 0.0) + TIMEOUT_MARGIN_S, sock_connect=5.0)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    async with aiohttp.ClientSession(args.url, headers=headers, timeout=timeout) as session:
-        if args.action == "scale":
-            wanted = {"new_data_parallel_size": args.size, "drain_timeout": args.drain_timeout}
-            print((await _call(session, "POST", "/scale_elastic_ep", wanted))["message"])
-            return
-        for rank in await _ranks(session, args.rank):
-            body = {"drain_timeout": args.drain_timeout} if args.action == "restart" else None
-            row = await _call(session, "POST", f"/admin/ranks/{rank}/{args.action}", body)
-            print(f"rank {rank}: {row['state']}, epoch {row['epoch']}", flush=True)
+    async with aiohttp.ClientSession(connector=make_connector(args.url), headers=headers, timeout=timeout) as session:
+        await _carry_out(args, _Endpoint(args.url, session))
 
 
-async def _ranks(session: aiohttp.ClientSession, words: Sequence[str]) -> list[str]:
+class _Endpoint:
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self._url = url
+        self._session = session
+
+    async def call(self, method: str, path: str, body: Any = None) -> Any:
+        """The decoded answer. Raises `OrderFailed`."""
+        try:
+            async with self._session.request(method, http_base(self._url) + path, json=body) as response:
+                answer = await response.json()
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise OrderFailed(f"{self._url}{path}: {error or type(error).__name__}") from error
+        if response.status != 200:
+            raise OrderFailed(answer["error"]["message"] if "error" in answer else f"{path}: {response.status}")
+        return answer
+
+
+async def _carry_out(args: argparse.Namespace, endpoint: _Endpoint) -> None:
+    if args.action == "scale":
+        wanted = {"new_data_parallel_size": args.size, "drain_timeout": args.drain_timeout}
+        print((await endpoint.call("POST", "/scale_elastic_ep", wanted))["message"])
+        return
+    for rank in await _ranks(endpoint, args.rank):
+        body = {"drain_timeout": args.drain_timeout} if args.action == "restart" else None
+        row = await endpoint.call("POST", f"/admin/ranks/{rank}/{args.action}", body)
+        print(f"rank {rank}: {row['state']}, epoch {row['epoch']}", flush=True)
+
+
+async def _ranks(endpoint: _Endpoint, words: Sequence[str]) -> list[str]:
     if "all" not in words:
         return list(words)
-    return [str(row["rank"]) for row in (await _call(session, "GET", "/status"))["ranks"]]
-
-
-async def _call(session: aiohttp.ClientSession, method: str, path: str, body: Any = None) -> Any:
-    try:
-        async with session.request(method, path, json=body) as response:
-            answer = await response.json()
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        raise OrderFailed(f"{session._base_url}{path.lstrip('/')}: {error or type(error).__name__}") from error
-    if response.status != 200:
-        raise OrderFailed(answer["error"]["message"] if "error" in answer else f"{path}: {response.status}")
-    return answer
+    return [str(row["rank"]) for row in (await endpoint.call("GET", "/status"))["ranks"]]

@@ -19,8 +19,10 @@ from gateway.dashboard.board import Board
 from gateway.dashboard.feed import Reading, StatusFeed
 from gateway.dashboard.live import LiveBoard, follow, read_all, show
 from gateway.dashboard.terminal import Terminal
+from gateway.endpoint_url import UNIX_PREFIX, socket_path
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+URL_FORMS = "http://HOST:PORT or unix:PATH"
 EPILOG = "exit status: 0 all ranks ready, 1 degraded (some rank is not ready), 2 an endpoint is unreachable or dead"
 
 
@@ -31,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
         action="append",
         type=base_url,
         metavar="URL",
-        help=f"endpoint; may be given several times (default: {DEFAULT_URL})",
+        help=f"endpoint, {URL_FORMS}; may be given several times (default: {DEFAULT_URL})",
     )
     parser.add_argument("--once", action="store_true", help="print one frame and exit")
     parser.add_argument("--json", action="store_true", help="print the status document and exit; a list for several endpoints")
@@ -115,6 +117,10 @@ def _console() -> Console:
 
 def base_url(text: str) -> str:
     """Raises `argparse.ArgumentTypeError`."""
+    if text.startswith(UNIX_PREFIX):
+        if not (socket_path(text) or "").strip("/"):
+            raise argparse.ArgumentTypeError(f"{text!r} names no socket; allowed: unix:PATH")
+        return text
     url = text if "://" in text else f"http://{text}"
     try:
         parts = urlsplit(url)
@@ -122,7 +128,7 @@ def base_url(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no URL: {error}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise argparse.ArgumentTypeError(f"{text!r} is no URL; allowed: http://HOST:PORT or https://HOST:PORT")
+        raise argparse.ArgumentTypeError(f"{text!r} is no URL; allowed: http://HOST:PORT, https://HOST:PORT or unix:PATH")
     return url.rstrip("/")
 
 

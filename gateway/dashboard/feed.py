@@ -15,6 +15,7 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
+from gateway.endpoint_url import http_base, make_connector
 from gateway.status import StatusSnapshot
 
 TIMEOUT_S = 5.0
@@ -38,22 +39,25 @@ class Reading:
 
 
 class StatusFeed:
-    """One HTTP session for all endpoints; use it as a context manager."""
+    """An HTTP session for each endpoint; use it as a context manager."""
 
     def __init__(self, urls: Sequence[str], api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         self.urls = [url.rstrip("/") for url in urls]
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
-        self._session: aiohttp.ClientSession | None = None
+        self._sessions: list[aiohttp.ClientSession] = []
         self.latest = [Reading(url, error="was not asked yet") for url in self.urls]
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout)
+        self._sessions = [
+            aiohttp.ClientSession(connector=make_connector(url), headers=self._headers, timeout=self._timeout)
+            for url in self.urls
+        ]
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        assert self._session is not None
-        await self._session.close()
+        for session in self._sessions:
+            await session.close()
 
     async def read_all(self) -> list[Reading]:
         """All endpoints at once, in their order."""
@@ -61,7 +65,7 @@ class StatusFeed:
 
     async def read(self, index: int) -> Reading:
         """One of them. Never raises for an endpoint that cannot be read."""
-        reading = self.latest[index] = await self._read_one(self.urls[index])
+        reading = self.latest[index] = await self._read_one(self.urls[index], self._sessions[index])
         return reading
 
     @property
@@ -69,10 +73,9 @@ class StatusFeed:
         """Of what was read last."""
         return exit_code(self.latest)
 
-    async def _read_one(self, url: str) -> Reading:
-        assert self._session is not None
+    async def _read_one(self, url: str, session: aiohttp.ClientSession) -> Reading:
         try:
-            async with self._session.get(f"{url}/status") as response:
+            async with session.get(f"{http_base(url)}/status") as response:
                 if response.status == 401:
                     return Reading(url, error="wrong or missing key; use --api-key")
                 body = await response.read()

@@ -23,7 +23,7 @@ DEADLINE_S = 60.0
 class Served:
     """What a test sees of its server."""
 
-    port: int
+    url: str
     engine: FakeEngineClient
     state: ServerState
     server: RunningServer
@@ -31,8 +31,8 @@ class Served:
     connections: list[asyncio.StreamWriter] = field(default_factory=list)
 
     @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, aiohttp.ClientResponse]:
         """(status, decoded body, response)"""
@@ -87,11 +87,12 @@ async def serve() -> AsyncIterator[Serve]:
         state = ServerState(config, engine=engine if ready else None)
         if max_body_bytes is not None:
             state.max_body_bytes = max_body_bytes
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+        uds = config.server.uds
+        listener = socket.socket(socket.AF_UNIX if uds else socket.AF_INET)
+        listener.bind(uds or ("127.0.0.1", 0))
+        url = f"unix:{uds}" if uds else f"http://127.0.0.1:{listener.getsockname()[1]}"
         server = await run_server(state, listener)
-        served = Served(port, engine, state, server, aiohttp.ClientSession())
+        served = Served(url, engine, state, server, aiohttp.ClientSession())
         started.append(served)
         return served
 

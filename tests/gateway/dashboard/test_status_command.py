@@ -203,13 +203,19 @@ def test_a_reader_that_has_seen_enough_is_no_error(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "url"), [("h:80", "http://h:80"), ("https://h/", "https://h"), ("http://[::1]:8000", "http://[::1]:8000")]
+    ("text", "url"),
+    [
+        ("h:80", "http://h:80"),
+        ("https://h/", "https://h"),
+        ("http://[::1]:8000", "http://[::1]:8000"),
+        ("unix:/run/a.sock", "unix:/run/a.sock"),
+    ],
 )
 def test_urls_may_leave_out_the_scheme(text: str, url: str) -> None:
     assert command.base_url(text) == url
 
 
-@pytest.mark.parametrize("bad", ["", "ftp://h", "http://", "http://h:port", "http://h:99999"])
+@pytest.mark.parametrize("bad", ["", "ftp://h", "http://", "http://h:port", "http://h:99999", "unix:", "unix:///"])
 def test_bad_urls_are_usage_errors(bad: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         command.base_url(bad)
