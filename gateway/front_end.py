@@ -95,6 +95,7 @@ class FrontEnd:
 
     def _show_start(self, core_client: AsyncMPClient) -> None:
         """From now on `/status` tells how far the ranks are."""
+        core_client.ranks.known_lives = self.board.lives_of
         state = self.state
         state.starting_status = lambda: starting_snapshot(
             core_client, state.served_model_names[0], now=time.monotonic(), started_s=state.started_s

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import threading
@@ -19,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from gateway.metrics import PlainHistograms
-from gateway.status import LifeCounters, LoraStatus, RankStatus, StatusSnapshot, Totals, sum_of_lives
+from gateway.status import Lives, LoraStatus, RankStatus, StatusSnapshot, Totals
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +78,16 @@ class FrontEndBoard:
         if file is None:
             return
         past = [report for report in (file.past, file.last) if report is not None]
-        self._past = _sum_of_lives(*past) if len(past) == 2 else past[0]
+        self._past = self._folded(_sum_of_lives(*past) if len(past) == 2 else past[0])
         self._try_write(None)
+
+    def _folded(self, past: Report) -> Report:
+        """Front ends that are restarted often must not keep for ever what those that live long fold."""
+        ranks = tuple(
+            dataclasses.replace(rank, lives=rank.lives.join(self.lives_of(rank.rank)).fold()) if rank.lives.is_long else rank
+            for rank in past.snapshot.ranks
+        )
+        return dataclasses.replace(past, snapshot=dataclasses.replace(past.snapshot, ranks=ranks))
 
     def publish(self, report: Report) -> bool:
         """One that is older than the last is dropped. False when it cannot be written, to a full disk say: the others see how
@@ -97,6 +106,10 @@ class FrontEndBoard:
             others=tuple(file.last for file in files if file.last is not None),
             past=tuple(past for past in pasts if past is not None),
         )
+
+    def lives_of(self, rank: int) -> Lives:
+        """What the other front ends know of a rank, and those that are gone knew."""
+        return _joined(r for report in self.read().all for r in report.snapshot.ranks if r.rank == rank)
 
     def _path(self, index: int) -> Path:
         return self._directory / f"front-end-{index}.json"
@@ -144,17 +157,19 @@ def whole_endpoint(own: StatusSnapshot, posted: Posted, now: float) -> StatusSna
 def _whole_rank(own: RankStatus, others: Sequence[Report], counted: Sequence[StatusSnapshot]) -> RankStatus:
     living = [rank for report in others for rank in report.snapshot.ranks if rank.rank == own.rank]
     everybody = [own, *(rank for snapshot in counted for rank in snapshot.ranks if rank.rank == own.rank)]
-    lives: dict[int, LifeCounters] = {}
-    for epoch, life in (item for rank in everybody for item in rank.lives.items()):
-        lives[epoch] = lives.get(epoch, life).join(life)
+    lives = _joined(everybody)
     return dataclasses.replace(
         own,
         ledger_tokens=own.ledger_tokens + sum(rank.ledger_tokens for rank in living),
         ledger_requests=own.ledger_requests + sum(rank.ledger_requests for rank in living),
         lives=lives,
-        **sum_of_lives(lives.values()),
+        **lives.totals,
         **{name: sum(getattr(rank, name) for rank in everybody) for name in _SHARES},
     )
+
+
+def _joined(ranks: Iterable[RankStatus]) -> Lives:
+    return functools.reduce(Lives.join, (rank.lives for rank in ranks), Lives())
 
 
 def _sum_of_loras(snapshots: Sequence[StatusSnapshot]) -> tuple[LoraStatus, ...]:

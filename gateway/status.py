@@ -35,10 +35,54 @@ class LifeCounters:
         return LifeCounters(**{f.name: max(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self)})
 
 
-def sum_of_lives(lives: Iterable[LifeCounters]) -> dict[str, Any]:
-    """By the names that a rank's status has for them, too."""
+def _sum_of(lives: Iterable[LifeCounters]) -> LifeCounters:
     known = list(lives)
-    return {f.name: sum(getattr(life, f.name) for life in known) for f in dataclasses.fields(LifeCounters)}
+    return LifeCounters(**{f.name: sum(getattr(life, f.name) for life in known) for f in dataclasses.fields(LifeCounters)})
+
+
+# By then every front end has heard, and told, all that there is to a life.
+NUM_LIVES_KEPT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Lives:
+    """The lives of one rank: the latest by epoch, all before them as one sum.
+
+    Front ends see more or less of each life, so what they know of it is joined before lives are added: later it cannot be. So
+    only what all front ends know together is folded. The sum of whoever has folded most then counts instead of what others
+    still have of those lives: it is in there.
+    """
+
+    by_epoch: dict[int, LifeCounters] = field(default_factory=dict)
+    folded_to: int = -1  # the last epoch that is in `folded`
+    folded: LifeCounters = LifeCounters()
+
+    def join(self, other: Lives) -> Lives:
+        to = max(self.folded_to, other.folded_to)
+        folded = LifeCounters()
+        for lives in (self, other):
+            folded = folded.join(lives.folded) if lives.folded_to == to else folded
+        epochs = {e for e in (*self.by_epoch, *other.by_epoch) if e > to}
+        none = LifeCounters()
+        return Lives({e: self.by_epoch.get(e, none).join(other.by_epoch.get(e, none)) for e in epochs}, to, folded)
+
+    @property
+    def is_long(self) -> bool:
+        return len(self.by_epoch) > NUM_LIVES_KEPT
+
+    def fold(self) -> Lives:
+        """Only for what all front ends know together."""
+        early = sorted(self.by_epoch)[:-NUM_LIVES_KEPT]
+        if not early:
+            return self
+        folded = _sum_of([self.folded, *(self.by_epoch[epoch] for epoch in early)])
+        return Lives({e: life for e, life in self.by_epoch.items() if e > early[-1]}, early[-1], folded)
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """By the names that a rank's status has for them, too."""
+        total = _sum_of([self.folded, *self.by_epoch.values()])
+        return {f.name: getattr(total, f.name) for f in dataclasses.fields(LifeCounters)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +123,7 @@ class RankStatus:
     preemptions: int = 0
     stalls: int = 0
     deaths: int = 0
-    lives: dict[int, LifeCounters] = field(default_factory=dict)  # these counters by epoch; not in the document
+    lives: Lives = Lives()  # these counters by life; not in the document
     max_num_seqs: int = 0  # that can run at a time; 0: not known yet
     num_kv_blocks: int = 0
     restart_pending: bool = False  # dead, but another life is coming

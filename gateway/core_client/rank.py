@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from balancer.rank_health import RankHealth, RankState
 from cores.messages import EngineReady, RankId, RankLoad, SchedulerStats
 from gateway.core_client.commands_seen import CommandsSeen
-from gateway.status import LifeCounters, RankStatus, sum_of_lives
+from gateway.status import LifeCounters, Lives, RankStatus
 
 MIN_RATE_INTERVAL_S = 0.4  # a heartbeat comes every 0.5 s, more or less
 
@@ -94,12 +95,15 @@ class Rank:
     requests_moved_in: int = 0
     death_cause: str | None = None
     last_death_s: float | None = None
-    past_lives: dict[int, LifeCounters] = field(default_factory=dict)  # by epoch
+    past: Lives = field(default_factory=Lives)
     prompt_rate: RateMeter = field(default_factory=RateMeter)
     generation_rate: RateMeter = field(default_factory=RateMeter)
 
-    def begin_life(self, life: RankLife) -> None:
-        self.past_lives = self.lives
+    def begin_life(self, life: RankLife, known_lives: Callable[[int], Lives]) -> None:
+        """`known_lives`: what other front ends know of a rank's lives. It is asked seldom."""
+        self.past = self.lives
+        if self.past.is_long:
+            self.past = self.past.join(known_lives(life.rank_id.rank)).fold()
         self.life = life
 
     def on_stats(self, stats: SchedulerStats, now: float) -> None:
@@ -114,9 +118,9 @@ class Rank:
         self.prompt_rate, self.generation_rate = RateMeter(), RateMeter()
 
     @property
-    def lives(self) -> dict[int, LifeCounters]:
+    def lives(self) -> Lives:
         """As far as this front end has seen them."""
-        return self.past_lives | {self.life.rank_id.epoch: self.life.counters}
+        return self.past.join(Lives({self.life.rank_id.epoch: self.life.counters}))
 
     def status(self, now: float, ledger_tokens: int, ledger_requests: int = 0) -> RankStatus:
         life, stats, lives = self.life, self.life.stats, self.lives
@@ -150,7 +154,7 @@ class Rank:
             last_death_s_ago=None if self.last_death_s is None else round(now - self.last_death_s, 3),
             death_cause=self.death_cause,
             weight_version=life.weight_version,
-            **sum_of_lives(lives.values()),
+            **lives.totals,
             lives=lives,
             max_num_seqs=life.ready.max_num_seqs if life.ready else 0,
             num_kv_blocks=life.ready.num_kv_blocks if life.ready else 0,

@@ -25,7 +25,7 @@ from gateway.core_client.base import EngineDied, EngineFailed, RanksChanged, Rec
 from gateway.core_client.rank import Rank, RankLife
 from gateway.errors import EngineDeadError, GatewayError, OverloadedError
 from gateway.event_log import EventLog
-from gateway.status import RankStatus
+from gateway.status import Lives, RankStatus
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class Ranks:
         self.events = events or EventLog()
         self.failure: str | None = None  # why no rank is left and none will come back
         self.all_ready = asyncio.Event()  # or beyond hope
+        self.known_lives: Callable[[int], Lives] = lambda number: Lives()  # what other front ends know of a rank's lives
         self.before_serving: Callable[[m.RankId], Awaitable[None]] | None = None  # what a rank needs before it takes requests
         self._fault: FaultConfig = config.fault
         self._front_end_index = front_end_index
@@ -192,7 +193,7 @@ class Ranks:
                 self.declare_dead(rank.life.rank_id, "it was replaced", tell_launcher=False)
             if rank.life.rank_id.epoch:  # 0 stands for what was before the first
                 self.events.add("restart", rank_id.rank, f"epoch {rank_id.epoch} begins", self._clock(), rank_id.epoch)
-            rank.begin_life(self._new_life(rank_id))
+            rank.begin_life(self._new_life(rank_id), self.known_lives)
         return rank.life
 
     def _new_life(self, rank_id: m.RankId) -> RankLife:
@@ -261,7 +262,7 @@ class Ranks:
         if before is None:
             self._ranks[number] = Rank(life)
         else:
-            before.begin_life(life)
+            before.begin_life(life, self.known_lives)
             self._ranks[number] = before
 
     def tell_idle(self) -> None:

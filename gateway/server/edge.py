@@ -54,7 +54,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
         response.headers["Connection"] = "close"
     if load_format := request.get(LOAD_FORMAT):
         state = request.app[STATE]
-        response.headers[METRICS_HEADER] = state.orca.header(load_format, state.status())
+        response.headers[METRICS_HEADER] = state.orca.header(load_format, state.status)
 
 
 def _request_id(request: web.Request) -> str:

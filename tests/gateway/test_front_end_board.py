@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import random
 import threading
 from pathlib import Path
 
@@ -15,11 +16,11 @@ from gateway.front_end_board import FrontEndBoard, Posted, Report, whole_endpoin
 from gateway.metrics import RequestMetrics
 from gateway.output_processor import TokenTimes
 from gateway.server.state import ServerState
-from gateway.status import FrontEndStatus, LifeCounters, LoraStatus, RankStatus, StatusSnapshot, Totals, sum_of_lives
+from gateway.status import NUM_LIVES_KEPT, FrontEndStatus, LifeCounters, Lives, LoraStatus, RankStatus, StatusSnapshot, Totals
 
 
-def make_snapshot(index: int, requests: int, lives: dict[int, LifeCounters] | None = None, **rank: int) -> StatusSnapshot:
-    lives = lives or {}
+def make_snapshot(index: int, requests: int, by_epoch: dict[int, LifeCounters] | None = None, **rank: int) -> StatusSnapshot:
+    lives = Lives(by_epoch or {})
     return StatusSnapshot(
         version="1",
         mode="AsyncMPClient",
@@ -27,7 +28,7 @@ def make_snapshot(index: int, requests: int, lives: dict[int, LifeCounters] | No
         uptime_s=1.0,
         state="ready",
         front_ends=(FrontEndStatus(index=index, pid=100 + index, in_flight=requests),),
-        ranks=(RankStatus(rank=0, epoch=1, state="ready", waiting=7, lives=lives, **sum_of_lives(lives.values()), **rank),),
+        ranks=(RankStatus(rank=0, epoch=1, state="ready", waiting=7, lives=lives, **lives.totals, **rank),),
         totals=Totals(requests=requests, generation_tokens=10 * requests),
     )
 
@@ -76,6 +77,57 @@ def test_counters_go_on_where_the_predecessors_stopped(tmp_path: Path) -> None:
         assert len(whole.front_ends) == 1
         assert num_first_tokens(metrics.plus(r.histograms for r in board.read().all)) == life + 1
         board.publish(Report(1.0, snapshot, metrics.to_plain()))
+
+
+class Witness:
+    """A front end and what it has seen of rank 0, as `Rank` keeps it. It may miss the end of a life, or be replaced."""
+
+    def __init__(self, directory: Path, index: int) -> None:
+        self.board = FrontEndBoard(directory, index, 2)
+        self.board.open()
+        self.past, self.epoch, self.seen = Lives(), 0, LifeCounters()
+
+    @property
+    def lives(self) -> Lives:
+        return self.past.join(Lives({self.epoch: self.seen}))
+
+    def begin_life(self, epoch: int) -> None:
+        self.past = self.lives
+        if self.past.is_long:
+            self.past = self.past.join(self.board.lives_of(0)).fold()
+        self.epoch, self.seen = epoch, LifeCounters()
+
+    def total(self) -> int:
+        snapshot = dataclasses.replace(
+            make_snapshot(0, 0), ranks=(RankStatus(rank=0, epoch=1, state="ready", lives=self.lives),)
+        )
+        self.board.publish(Report(0.0, snapshot))
+        (rank,) = whole_endpoint(snapshot, self.board.read(), now=1.0).ranks
+        assert len(rank.lives.by_epoch) <= 2 * NUM_LIVES_KEPT
+        return rank.generation_tokens
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_early_lives_are_one_sum_and_no_front_end_shows_less_than_another_has_shown(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    front_ends = [Witness(tmp_path, index) for index in range(2)]
+    shown = truth = 0
+    for epoch in range(1, 120):
+        num_tokens = rng.randrange(100)
+        truth += num_tokens
+        for index in rng.sample([0, 1], 2):
+            if rng.random() < 0.1:  # killed and started again
+                front_ends[index] = Witness(tmp_path, index)
+            front_ends[index].begin_life(epoch)
+        witness = rng.randrange(2)  # of the whole life; the other one misses its end
+        for index, front_end in enumerate(front_ends):
+            share = 1.0 if index == witness else rng.random()
+            front_end.seen = LifeCounters(generation_tokens=int(share * num_tokens))
+            total = front_end.total()
+            assert total >= shown
+            shown = total
+        for front_end in front_ends:
+            assert front_end.total() == truth
 
 
 def test_what_becomes_the_past_is_never_counted_twice_nor_missed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from balancer.rank_health import RankHealth
 from cores.messages import RankId, SchedulerStats
 from gateway.core_client.rank import Rank, RankLife, RateMeter
+from gateway.status import NUM_LIVES_KEPT, Lives
 
 
 def make_life(epoch: int) -> RankLife:
@@ -12,16 +13,31 @@ def make_life(epoch: int) -> RankLife:
     return RankLife(rank_id, RankHealth(rank_id, now=0.0))
 
 
+def nobody_else(number: int) -> Lives:
+    return Lives()
+
+
 def test_counters_never_go_back_over_a_restart() -> None:
     rank = Rank(make_life(1))
     rank.on_stats(SchedulerStats(num_generation_tokens=100, num_prompt_tokens=7), now=1.0)
     rank.on_death("killed", now=2.0)
-    rank.begin_life(make_life(2))
+    rank.begin_life(make_life(2), nobody_else)
     status = rank.status(now=2.5, ledger_tokens=0)
     assert (status.deaths, status.generation_tokens) == (1, 100)
     rank.on_stats(SchedulerStats(num_generation_tokens=5, num_prompt_tokens=1), now=3.0)
     status = rank.status(now=3.5, ledger_tokens=0)
     assert (status.deaths, status.generation_tokens, status.prompt_tokens) == (1, 105, 8)
+
+
+def test_a_rank_that_is_restarted_for_months_costs_no_more_memory_and_loses_no_count() -> None:
+    rank = Rank(make_life(1))
+    for epoch in range(2, 102):
+        rank.on_stats(SchedulerStats(num_generation_tokens=epoch), now=float(epoch))
+        rank.on_death("killed", now=epoch + 0.5)
+        rank.begin_life(make_life(epoch), nobody_else)
+        assert len(rank.lives.by_epoch) <= NUM_LIVES_KEPT + 1
+        status = rank.status(now=epoch + 0.6, ledger_tokens=0)
+        assert (status.deaths, status.generation_tokens) == (epoch - 1, sum(range(2, epoch + 1)))
 
 
 def test_status_of_a_dead_rank_shows_its_cause_and_no_stale_load() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cores.testing import ManualClock
-from gateway.server.orca import OrcaReports
+from gateway.server.orca import MAX_AGE_S, OrcaReports
 from gateway.status import RankStatus, StatusSnapshot, Totals
 
 COMPLETIONS = "/v1/completions"
@@ -39,7 +39,7 @@ def test_both_formats_say_the_same(load_format: str) -> None:
     reports = OrcaReports(max_num_seqs=8, clock=ManualClock())
     busy = rank(0, waiting=4, running=8, kv_cache_usage=0.25, queued_tokens=700)
     idle = rank(1, running=1, kv_cache_usage=0.5)
-    assert parsed(reports.header(load_format, status(busy, idle))) == {
+    assert parsed(reports.header(load_format, lambda: status(busy, idle))) == {
         "application_utilization": (1.5 + 0.5) / 2,  # one has half a batch more than it can run, the other half a cache
         "rps_fractional": 0.0,
         "named_metrics.num_requests_waiting": 4.0,
@@ -50,10 +50,12 @@ def test_both_formats_say_the_same(load_format: str) -> None:
 
 
 def test_a_dead_rank_is_neither_load_nor_room_and_none_left_is_full() -> None:
-    reports = OrcaReports(max_num_seqs=8, clock=ManualClock())
+    clock = ManualClock()
+    reports = OrcaReports(max_num_seqs=8, clock=clock)
     dead = rank(0, state="dead", running=8)
-    assert parsed(reports.header("text", status(dead, rank(1, running=2))))["application_utilization"] == 0.25
-    assert parsed(reports.header("text", status(dead)))["application_utilization"] == 1.0
+    assert parsed(reports.header("text", lambda: status(dead, rank(1, running=2))))["application_utilization"] == 0.25
+    clock.now += MAX_AGE_S
+    assert parsed(reports.header("text", lambda: status(dead)))["application_utilization"] == 1.0
 
 
 def test_requests_per_second_are_counted_over_a_second_at_least() -> None:
@@ -61,7 +63,8 @@ def test_requests_per_second_are_counted_over_a_second_at_least() -> None:
     reports = OrcaReports(max_num_seqs=8, clock=clock)
 
     def rate(num_requests: int) -> float:
-        value: float = parsed(reports.header("json", status(rank(0), num_requests=num_requests)))["rps_fractional"]
+        header = reports.header("json", lambda: status(rank(0), num_requests=num_requests))
+        value: float = parsed(header)["rps_fractional"]
         return value
 
     clock.now += 0.9
@@ -72,6 +75,21 @@ def test_requests_per_second_are_counted_over_a_second_at_least() -> None:
     assert rate(1000) == 100.0
     clock.now += 1.9
     assert rate(190) == 20.0
+
+
+def test_a_thousand_answers_in_a_moment_look_at_the_endpoint_once() -> None:
+    clock, looks = ManualClock(), 0
+    reports = OrcaReports(max_num_seqs=8, clock=clock)
+
+    def read_status() -> StatusSnapshot:
+        nonlocal looks
+        looks += 1
+        return status(rank(0, running=looks))
+
+    for load_format in ("text", "json") * 500:
+        assert parsed(reports.header(load_format, read_status))["named_metrics.num_requests_running"] == 1
+    clock.now += MAX_AGE_S
+    assert parsed(reports.header("text", read_status))["named_metrics.num_requests_running"] == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
