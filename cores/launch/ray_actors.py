@@ -12,10 +12,8 @@ at once. Ray would end it too, seconds later.
 
 Where they meet over tcp, `ray_nodes` chooses a node for each life and watches it. Output comes over the control socket
 (`rank_log`), and an engine that hears nothing of its launcher for half a minute ends by itself. A node that is gone cannot
-confirm that its processes are: `kill` then does what it can and returns.
-
-Every call of Ray's runs in a daemon thread with a bound: a cluster whose head is dead answers after minutes or never, and a
-thread that waits for it must not keep the launcher alive.
+confirm that its processes are: `kill` then does what it can and returns. One that was lost gets no rank for a while, also
+when it answers again (`LostNodes`): Ray may be about to end it.
 """
 
 from __future__ import annotations
@@ -30,40 +28,48 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node  # there is no public door to it
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cores.config import EngineLaunch, from_plain, to_plain
-from cores.launch.interface import LaunchError, RankExit
+from cores.launch.interface import LaunchError
 from cores.launch.rank_environment import Machine, memory_variables, thread_variables, threads_per_rank
 from cores.launch.rank_log import LogPipe, LogRelay
+from cores.launch.ray_calls import END_TIMEOUT_S, in_thread, kill_actor, summary
 from cores.launch.ray_cluster import EmbeddedRayCluster
 from cores.launch.ray_head import HeadWatch
-from cores.launch.ray_nodes import Node, NodeWatch, Place, Places, answers, choose_node, num_sharing, placement_table
+from cores.launch.ray_nodes import (
+    LostNodes,
+    Node,
+    NodeWatch,
+    Place,
+    Places,
+    answers,
+    choose_node,
+    num_sharing,
+    placement_table,
+    time_for_process_s,
+)
+from cores.launch.ray_rank import RayRank
 from cores.log import set_up_logging
 from cores.log_queue import drain_stderr, unblock_stderr
 from cores.messages import RankId
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 JOIN_TIMEOUT_S = 30.0
 PLACE_TIMEOUT_S = (
     120.0  # a new worker process takes 1-2 s; the rest is for busy nodes, and resources that are about to become free
 )
 ASK_TIMEOUT_S = 30.0  # Ray answers in milliseconds, on a machine that has some to spare
-END_TIMEOUT_S = 10.0
-GONE_TIMEOUT_S = 5.0
 LOOK_FOR_PLACE_S = 1.0  # between two looks for a node that has room
 SAY_NO_PLACE_S = 60.0  # between two lines in the log about it
-LOST_NODE_S = 2.0  # without an answer: what it is asked to do, it will not say that it has done
 
 
 class EngineCoreActor:
@@ -105,82 +111,6 @@ def _end_with_reader(pipe: int) -> None:
     os._exit(1)
 
 
-class RayRank:
-    """Handle of one life of one rank. Another node has a `watch`; over tcp there is no `log` here."""
-
-    def __init__(
-        self,
-        actor: Any,
-        life: Any,
-        pid: int,
-        node: Node,
-        watch: NodeWatch | None,
-        log: LogPipe | None,
-        on_end: Callable[[], None],
-    ) -> None:
-        self.pid: int | None = pid
-        self.node, self.node_id = node.name, node.node_id
-        self._actor = actor
-        self._process = pid
-        self._watch = watch
-        self._log = log
-        self._on_end = on_end
-        self._end = asyncio.create_task(self._await_end(life))
-
-    @property
-    def node_silent_s(self) -> float:
-        return 0.0 if self._watch is None else self._watch.silent_s
-
-    async def _await_end(self, life: Any) -> RankExit:
-        try:
-            code = await asyncio.wrap_future(life.future())
-            end = RankExit(f"process {self._process} exited with code {code}" if code else "")
-        except RayTaskError as error:
-            end = RankExit(f"process {self._process}: {type(error.cause).__name__}: {error.cause}")
-        except ActorUnavailableError as error:  # its raylet or the way to it is gone: Ray cannot say whether it lives
-            text = _summary(str(error)).rpartition("temporarily unavailable: ")[2]
-            end = RankExit(f"process {self._process}: Ray has lost touch with it: {text}", abrupt=True)
-        except RayActorError as error:
-            end = RankExit(f"process {self._process} was killed or crashed; Ray says: {_summary(str(error))}", abrupt=True)
-        except RayError as error:  # the cluster has lost the answer: nothing will be heard of the process again
-            end = RankExit(f"process {self._process}: Ray says: {_summary(str(error))}", abrupt=True)
-        await self._remove()
-        return end
-
-    async def _remove(self) -> None:
-        """An actor whose method has returned is idle, not gone."""
-        await _kill_actor(self._actor)
-        if self._watch is not None:  # of another node's processes Ray's word is all that there is
-            self._watch.close()
-        else:
-            for _ in range(int(GONE_TIMEOUT_S / 0.02)):
-                if not _exists(self._process):
-                    break
-                await asyncio.sleep(0.02)
-        if self._log is not None:
-            await self._log.drain(timeout_s=1.0)
-            self._log.close()
-        self._on_end()
-
-    @property
-    def has_ended(self) -> bool:
-        return self._end.done()
-
-    async def wait(self) -> RankExit:
-        return await asyncio.shield(self._end)
-
-    async def kill(self) -> None:
-        if self._end.done():
-            return
-        if self._watch is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process, signal.SIGKILL)  # it is on this node; `ray.kill` alone takes longer
-        else:
-            await _kill_actor(self._actor)
-        timeout_s = 0.0 if self.node_silent_s >= LOST_NODE_S else END_TIMEOUT_S + GONE_TIMEOUT_S
-        await asyncio.wait({self._end}, timeout=timeout_s)
-
-
 class RayActorLauncher:
     """`address` of a running cluster, or None for an embedded one that lives as long as this launcher.
 
@@ -207,6 +137,7 @@ class RayActorLauncher:
         self._place_timeout_s = place_timeout_s
         self._return_timeout_s = return_timeout_s
         self._places = Places()
+        self._lost_nodes = LostNodes()
         self._num_gpus_per_rank: int | None = None  # known with the first rank: a lost node must not turn it to 0
         self._run_id = f"gateway-{secrets.token_hex(4)}"  # in the names of all that we make: leftovers can be found
         self._cluster = None if address else EmbeddedRayCluster(run_directory / "ray")
@@ -230,9 +161,11 @@ class RayActorLauncher:
     async def start(self, launch: EngineLaunch) -> RayRank:
         life = RankId(launch.rank, launch.epoch)
         num_gpus = await in_thread(lambda: self._num_gpus(launch), ASK_TIMEOUT_S, "asking Ray for its resources")
+        began_s = time.monotonic()
         place = await self._find_place(life, num_gpus)
         try:
-            rank = await self._start_on(place, launch, num_gpus, on_end=lambda: self._places.give_back(life))
+            timeout_s = time_for_process_s(self._timeout_s(life), time.monotonic() - began_s)
+            rank = await self._start_on(place, launch, num_gpus, timeout_s)
         except BaseException:
             self._places.give_back(life)
             raise
@@ -259,15 +192,15 @@ class RayActorLauncher:
         timeout_s = self._timeout_s(life)
         deadline_s, said_s = time.monotonic() + timeout_s, float("-inf")
         while True:
-            nodes = await in_thread(self._nodes, ASK_TIMEOUT_S, "asking Ray for its nodes")
-            answering = await self._answering(nodes)
+            nodes, faults = await self._look_at_nodes()
+            usable = [node for node in nodes if not faults[node.node_id]]
             # No await between choosing and booking: ranks that start together must not choose alike.
             ranks_on = self._places.ranks_on
-            node = choose_node(answering, ranks_on, num_gpus=num_gpus) if self._spreads else nodes[0]
+            node = choose_node(usable, ranks_on, num_gpus=num_gpus) if self._spreads else next(iter(nodes), None)
             if node is not None:
                 self._places.take(life, node)
-                return Place(node, num_sharing(self._num_ranks, answering, num_gpus=num_gpus))
-            table, now = placement_table(nodes, answering, ranks_on, num_gpus=num_gpus), time.monotonic()
+                return Place(node, num_sharing(self._num_ranks, usable, num_gpus=num_gpus))
+            table, now = placement_table(nodes, faults, ranks_on, num_gpus=num_gpus), time.monotonic()
             if now >= deadline_s:
                 raise LaunchError(f"no node has had room for rank {life.rank} for {timeout_s:g} s\n{table}")
             if now - said_s >= SAY_NO_PLACE_S:
@@ -285,13 +218,17 @@ class RayActorLauncher:
         nodes = [Node.of(row, free.get(row["NodeID"], {})) for row in rows if row["Alive"]]
         return nodes if self._spreads else [node for node in nodes if node.node_id == self._node_id]
 
-    async def _answering(self, nodes: list[Node]) -> list[Node]:
+    async def _look_at_nodes(self) -> tuple[list[Node], dict[str, str]]:
+        """Those that Ray has, and by node id why one gets no rank now; empty for those that may."""
+        nodes = await in_thread(self._nodes, ASK_TIMEOUT_S, "asking Ray for its nodes")
         if not self._spreads:
-            return nodes
+            return nodes, {node.node_id: "" for node in nodes}
         heard = await asyncio.gather(*map(answers, nodes))
-        return [node for node, is_there in zip(nodes, heard, strict=True) if is_there]
+        now = time.monotonic()
+        faults = [self._lost_nodes.fault(node.node_id, is_there, now) for node, is_there in zip(nodes, heard, strict=True)]
+        return nodes, {node.node_id: fault for node, fault in zip(nodes, faults, strict=True)}
 
-    async def _start_on(self, place: Place, launch: EngineLaunch, num_gpus: int, on_end: Callable[[], None]) -> RayRank:
+    async def _start_on(self, place: Place, launch: EngineLaunch, num_gpus: int, timeout_s: float) -> RayRank:
         life, node, is_here = RankId(launch.rank, launch.epoch), place.node, place.node.node_id == self._node_id
         machine = self._machine if is_here else Machine(max(1, int(node.num_cpus)), int(node.num_gpus))
         num_threads = threads_per_rank(machine, place.num_sharing, os.environ)
@@ -306,13 +243,21 @@ class RayActorLauncher:
             pipe = None if log is None else str(log.path)
             options = self._options(name, node, num_gpus, variables)
             actor = await in_thread(lambda: _make_actor(options, pipe), ASK_TIMEOUT_S, "making an actor")
-            undo.push_async_callback(_kill_actor, actor)
-            pid = await self._await_process(actor, life, node, num_gpus)
+            undo.push_async_callback(kill_actor, actor)
+            pid = await self._await_process(actor, life, node, num_gpus, timeout_s)
             if log is not None:
                 log.path.unlink()
             undo.pop_all()
-            watch = None if is_here else NodeWatch(node)
-            return RayRank(actor, actor.run.remote(to_plain(launch)), pid, node, watch, log, on_end)
+            return RayRank(
+                actor,
+                actor.run.remote(to_plain(launch)),
+                pid,
+                node,
+                watch=None if is_here else NodeWatch(node),
+                log=log,
+                on_end=lambda: self._places.give_back(life),
+                on_node_lost=lambda: self._lost_nodes.note_lost(node.node_id, time.monotonic()),
+            )
 
     @staticmethod
     def _options(name: str, node: Node, num_gpus: int, variables: Mapping[str, str]) -> dict[str, Any]:
@@ -328,19 +273,19 @@ class RayActorLauncher:
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node.node_id, soft=False),
         }
 
-    async def _await_process(self, actor: Any, life: RankId, node: Node, num_gpus: int) -> int:
+    async def _await_process(self, actor: Any, life: RankId, node: Node, num_gpus: int, timeout_s: float) -> int:
         """Its process id. An actor that nothing has room for waits for ever: hence the bound."""
-        rank, timeout_s = life.rank, self._timeout_s(life)
+        rank = life.rank
         try:
             future = asyncio.wrap_future(actor.pid.remote().future())
             return int(await asyncio.wait_for(future, timeout_s))
         except TimeoutError:
-            nodes = await in_thread(self._nodes, ASK_TIMEOUT_S, "asking Ray for its nodes")
-            table = placement_table(nodes, await self._answering(nodes), self._places.ranks_on, num_gpus=num_gpus)
+            nodes, faults = await self._look_at_nodes()
+            table = placement_table(nodes, faults, self._places.ranks_on, num_gpus=num_gpus)
             raise LaunchError(f"Ray has not placed rank {rank} on node {node.name} within {timeout_s:g} s\n{table}") from None
         except RayError as error:
             where = f"rank {rank} on node {node.name}"
-            raise LaunchError(f"Ray cannot start a process for {where}: {_summary(str(error))}") from error
+            raise LaunchError(f"Ray cannot start a process for {where}: {summary(str(error))}") from error
 
     async def close(self) -> None:
         await asyncio.gather(*(rank.kill() for rank in self._ranks))
@@ -395,56 +340,3 @@ def _import_path(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _make_actor(options: Mapping[str, Any], log_pipe: str | None) -> Any:
     return ray.remote(EngineCoreActor).options(**options).remote(log_pipe)
-
-
-async def _kill_actor(actor: Any) -> None:
-    if actor is not None:
-        with contextlib.suppress(LaunchError):  # dead already, or its cluster is
-            await in_thread(lambda: ray.kill(actor), END_TIMEOUT_S, "killing an actor")
-
-
-async def in_thread(call: Callable[[], T], timeout_s: float, what: str) -> T:
-    """The result of a call that may never return. Raises `LaunchError` when the time is over or Ray refuses."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)  # type: ignore[arg-type]  # T may be None itself
-        else:
-            future.set_exception(error)
-
-    def work() -> None:
-        result, failure = None, None
-        try:
-            result = call()
-        except Exception as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=work, name=what, daemon=True).start()
-    try:
-        return await asyncio.wait_for(future, timeout_s)
-    except TimeoutError:
-        raise LaunchError(f"{what} took longer than {timeout_s:g} s") from None
-    except (RayError, ConnectionError, RuntimeError, ValueError) as error:
-        if isinstance(error, LaunchError):
-            raise
-        raise LaunchError(f"{what} failed: {_summary(str(error))}") from error
-
-
-def _summary(text: str) -> str:
-    """Ray's error texts are long; the facts are in the last sentence but for its list of guesses."""
-    detail = text.rpartition("Worker exit detail: ")[2] if "Worker exit detail: " in text else text
-    return " ".join(detail.partition(" Some common causes include")[0].split())
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

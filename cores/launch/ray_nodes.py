@@ -14,7 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+PROCESS_TIMEOUT_S = 30.0  # what a rank's process has at least: Ray starts one in 2 s, on a machine that has some time
 PROBE_INTERVAL_S = 0.5
+# How long a node that was lost gets no rank, from its last silence on. Ray ends a node that has left five questions unanswered,
+# one every 3 s, the last of them for 10 s: it may be about to when the link is mended.
+RECOVERY_S = 30.0
 PROBE_TIMEOUT_S = 0.5  # a lost SYN is sent again after 1 s: two probes in a row go unanswered before two seconds are over
 
 
@@ -70,10 +74,14 @@ def num_sharing(num_ranks: int, nodes: Iterable[Node], *, num_gpus: int) -> int:
     return math.ceil(num_ranks / max(1, num_nodes))
 
 
-def placement_table(nodes: Sequence[Node], answering: Iterable[Node], ranks_on: Mapping[str, int], *, num_gpus: int) -> str:
-    """What was asked for, and what the cluster has: for people."""
+def time_for_process_s(timeout_s: float, waited_s: float) -> float:
+    """For a rank's process to begin, when finding it a place has taken so much of the time for both."""
+    return max(timeout_s - waited_s, min(timeout_s, PROCESS_TIMEOUT_S))
+
+
+def placement_table(nodes: Sequence[Node], faults: Mapping[str, str], ranks_on: Mapping[str, int], *, num_gpus: int) -> str:
+    """What was asked for, and what the cluster has: for people. `faults`: why a node gets no rank now, by its id."""
     asked = f"{num_gpus} GPU" if num_gpus else "a node with CPUs"
-    heard = {node.node_id for node in answering}
     rows = [("node", "address", "CPUs", "GPUs free", "ranks here", "")]
     rows += [
         (
@@ -82,7 +90,7 @@ def placement_table(nodes: Sequence[Node], answering: Iterable[Node], ranks_on: 
             f"{node.num_cpus:g}",
             f"{node.num_free_gpus:g} of {node.num_gpus:g}",
             str(ranks_on.get(node.node_id, 0)),
-            "" if node.node_id in heard else "does not answer",
+            faults.get(node.node_id, ""),
         )
         for node in nodes
     ]
@@ -112,6 +120,28 @@ class Places:
     @property
     def ranks_on(self) -> Mapping[str, int]:
         return Counter(self._node_of.values())
+
+
+class LostNodes:
+    """When nodes were last silent whose ranks were given up for that. Pure: `now` comes in."""
+
+    def __init__(self) -> None:
+        self._silent_at_s: dict[str, float] = {}
+
+    def note_lost(self, node_id: str, now: float) -> None:
+        self._silent_at_s[node_id] = now
+
+    def fault(self, node_id: str, answers: bool, now: float) -> str:
+        """Why it is to get no rank; empty when it may. To be called with every look at it."""
+        if not answers:
+            if node_id in self._silent_at_s:
+                self._silent_at_s[node_id] = now
+            return "does not answer"
+        silent_at_s = self._silent_at_s.get(node_id)
+        if silent_at_s is None or now - silent_at_s >= RECOVERY_S:
+            self._silent_at_s.pop(node_id, None)
+            return ""
+        return f"was lost; gets ranks again in {RECOVERY_S - (now - silent_at_s):.0f} s"
 
 
 async def answers(node: Node) -> bool:

@@ -96,6 +96,18 @@ async def test_rank_that_is_not_placed_in_time_is_an_error_that_says_what_was_as
     place.close()
 
 
+async def test_a_node_that_is_no_part_of_the_cluster_any_more_is_no_place_and_no_index_error(
+    run_directory: Path, cluster_address: str
+) -> None:
+    launcher, place = make_launcher(run_directory, cluster_address, place_timeout_s=0.01), Workplace(run_directory)
+    await launcher.open()
+    launcher._node_id = "of a raylet that has ended"
+    with pytest.raises(LaunchError, match=r"^no node has had room for rank 0 for 0\.01 s\nasked: a node with CPUs; there:"):
+        await launcher.start(place.launch())
+    await launcher.close()
+    place.close()
+
+
 @pytest.mark.parametrize(
     ("address", "message"),
     [

@@ -5,7 +5,19 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-from cores.launch.ray_nodes import Node, NodeWatch, Places, answers, choose_node, num_sharing, placement_table
+from cores.launch.ray_nodes import (
+    PROCESS_TIMEOUT_S,
+    RECOVERY_S,
+    LostNodes,
+    Node,
+    NodeWatch,
+    Places,
+    answers,
+    choose_node,
+    num_sharing,
+    placement_table,
+    time_for_process_s,
+)
 
 
 def make_node(name: str, *, cpus: float = 0.0, gpus: float = 0.0, free: float | None = None, port: int = 1) -> Node:
@@ -58,7 +70,8 @@ def test_ranks_share_the_cores_of_the_nodes_that_can_take_some() -> None:
 
 def test_the_table_says_what_was_asked_and_what_there_is() -> None:
     nodes = [HEAD, make_node("worker", cpus=8, gpus=4, free=0), make_node("gone", cpus=8, gpus=4)]
-    assert placement_table(nodes, nodes[:2], {"id-worker": 3}, num_gpus=1).splitlines() == [
+    faults = {"id-head": "", "id-worker": "", "id-gone": "does not answer"}
+    assert placement_table(nodes, faults, {"id-worker": 3}, num_gpus=1).splitlines() == [
         "asked: 1 GPU; there:",
         "  node    address    CPUs  GPUs free  ranks here",
         "  head    127.0.0.1  0     0 of 0     0",
@@ -87,3 +100,27 @@ async def test_a_node_answers_while_its_port_is_open_whatever_its_process_does()
         assert watch.silent_s < 60.0
         watch.close()
     assert not await answers(node)
+
+
+def test_a_lost_node_whose_link_is_mended_gets_no_rank_until_ray_has_decided_about_it() -> None:
+    lost = LostNodes()
+    lost.note_lost("a", now=100.0)
+    assert lost.fault("a", answers=False, now=105.0) == "does not answer"
+    assert lost.fault("a", answers=True, now=110.0) == "was lost; gets ranks again in 25 s"
+    assert lost.fault("a", answers=False, now=111.0) == "does not answer"  # it flaps
+    assert lost.fault("a", answers=True, now=111.0 + RECOVERY_S - 1.0) == "was lost; gets ranks again in 1 s"
+    assert lost.fault("a", answers=True, now=111.0 + RECOVERY_S) == ""
+    assert lost.fault("a", answers=True, now=111.0 + RECOVERY_S) == ""
+
+
+def test_a_node_that_leaves_one_question_unanswered_was_not_lost() -> None:
+    lost = LostNodes()
+    assert lost.fault("a", answers=False, now=1.0) == "does not answer"
+    assert lost.fault("a", answers=True, now=2.0) == ""
+
+
+def test_finding_a_place_and_starting_there_share_one_time_and_a_process_always_has_some() -> None:
+    assert time_for_process_s(600.0, waited_s=0.0) == 600.0
+    assert time_for_process_s(600.0, waited_s=500.0) == 100.0
+    assert time_for_process_s(600.0, waited_s=600.0) == PROCESS_TIMEOUT_S
+    assert time_for_process_s(3.0, waited_s=3.0) == 3.0
