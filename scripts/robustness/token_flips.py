@@ -5,10 +5,12 @@ in other company. Sums are then rounded in another order, and where two tokens a
 Greedy requests over the demo model run undisturbed, so many at a time; then each is cut at random and continued from its prompt
 and its tokens so far, in another batch, nothing cached. Compared is what comes after the cut.
 
-    python -m scripts.robustness.token_flips                   # bfloat16, float32, and one token at a time
+    python -m scripts.robustness.token_flips                   # bfloat16, float32, and what no batch can change
+    python -m scripts.robustness.token_flips --speeds          # what the latter costs: 1, 8 and 32 sequences at a time
 
-The last is what batch-invariant arithmetic would cost without kernels made for it: every product has one row, prompts too, so a
-token is computed the same way whoever is beside it and whenever it is computed.
+Arithmetic that does not depend on the batch can be had without kernels made for it, in two ways. Linear layers compute so many
+rows at a time, whatever the step has, the last rows padded (`fixed_shapes`); attention still depends on how a prompt comes. Or
+one token is computed at a time, prompts too: then nothing depends on anything.
 """
 
 from __future__ import annotations
@@ -29,11 +31,13 @@ from cores.testing import make_request
 from gateway.tokenizer import Tokenizer
 from scripts.benchmarks.prompts import SAMPLE_WORDS
 from scripts.benchmarks.servers import model_directory
+from scripts.robustness.fixed_shapes import products_of
 
 NUM_TOKENS = 64
 BATCH, OTHER_BATCH = 8, 3  # sequences at a time: undisturbed, and where they go on
 PROMPT_WORDS = (10, 60)
 NUM_THREADS = 2
+TILES = (8, 32)  # rows
 ONE_AT_A_TIME: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 1}
 
 
@@ -75,6 +79,19 @@ class Engine:
                         tokens[handle].append(token_id)
         return tokens
 
+    def tokens_per_s(self, prompts: Sequence[list[int]]) -> float:
+        """Of all of them together, from the first token on."""
+        for i, prompt in enumerate(prompts):
+            self._core.add_request(0, make_request(i, prompt, max_tokens=NUM_TOKENS))
+        num_tokens, start_s = 0, time.monotonic()
+        while self._core.has_work:
+            num_new = sum(len(outputs.token_ids) for outputs in self._core.step().values())
+            if num_tokens < len(prompts):  # the prompts' own time is not counted
+                start_s = time.monotonic()
+                num_before = num_tokens + num_new
+            num_tokens += num_new
+        return (num_tokens - num_before) / (time.monotonic() - start_s)
+
     def close(self) -> None:
         self._core.shutdown()
 
@@ -110,20 +127,41 @@ def compare(name: str, model: str, dtype: str, prompts: list[list[int]], rng: ra
     return outcome
 
 
+def show_flips(model: str, prompts: list[list[int]], seed: int) -> None:
+    few = prompts[: max(2, len(prompts) // 32)]
+    for name, dtype, num_rows, some, settings in (
+        ("bfloat16", "bfloat16", None, prompts, {}),
+        ("float32", "float32", None, prompts, {}),
+        *((f"bfloat16, {n} rows at a time", "bfloat16", n, prompts, {}) for n in TILES),
+        ("bfloat16, a token at a time", "bfloat16", None, few, ONE_AT_A_TIME),
+    ):
+        with products_of(num_rows):
+            outcome = compare(name, model, dtype, some, random.Random(seed), **settings)
+        print(outcome.line(), flush=True)
+
+
+def show_speeds(model: str, prompts: list[list[int]]) -> None:
+    for name, num_rows in (("bfloat16", None), *((f"bfloat16, {n} rows at a time", n) for n in (1, *TILES))):
+        with products_of(num_rows):
+            engine = Engine(model, "bfloat16")
+            engine.tokens_per_s(prompts[:1])  # warms up
+            speeds = [engine.tokens_per_s(prompts[:count]) for count in (1, 8, 32)]
+            engine.close()
+        print(f"{name:<28} 1, 8, 32 sequences at a time: {', '.join(f'{speed:.1f}' for speed in speeds)} tokens/s", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=96)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--speeds", action="store_true", help="tokens a second in place of flips")
     args = parser.parse_args()
     model = model_directory()
-    prompts = make_prompts(model, args.sequences, random.Random(args.seed))
-    for name, dtype, count, settings in (
-        ("bfloat16", "bfloat16", args.sequences, {}),
-        ("float32", "float32", args.sequences, {}),
-        ("bfloat16, a token at a time", "bfloat16", max(2, args.sequences // 32), ONE_AT_A_TIME),
-    ):
-        outcome = compare(name, model, dtype, prompts[:count], random.Random(args.seed), **settings)
-        print(outcome.line(), flush=True)
+    prompts = make_prompts(model, max(32, args.sequences), random.Random(args.seed))
+    if args.speeds:
+        show_speeds(model, prompts)
+    else:
+        show_flips(model, prompts[: args.sequences], args.seed)
     return 0
 
 
