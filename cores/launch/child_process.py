@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from cores.log import message_of, under_name
 
 NUM_LAST_LINES = 20
 MAX_LINE_BYTES = 64 * 1024
+PR_SET_PDEATHSIG = 1
 KILL_TIMEOUT_S = 10.0  # a killed process that is still there after this sits in the kernel; nobody can do more
 
 
@@ -179,17 +181,27 @@ def read_task() -> dict[str, Any]:
     return task
 
 
-def end_with_parent(last_deed: Callable[[], object] = lambda: None) -> None:
+def end_with_parent(last_deed: Callable[[], object] | None = None) -> None:
     """The child's side of the open pipe: ends this process at the end of file on stdin, whatever its threads do."""
 
     def watch() -> None:
         # Not through `sys.stdin`: a daemon thread that holds its lock is a fatal error when the interpreter ends.
         while os.read(0, 4096):
             pass
-        last_deed()
+        if last_deed is not None:
+            last_deed()
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    if last_deed is None:
+        _be_killed_with_parent()
+
+
+def _be_killed_with_parent() -> None:
+    """By the kernel. A process that is stopped (SIGSTOP), or one of whose threads never gives the interpreter back, reads no end
+    of file. The parent's death is that of the thread that started us: launchers do that on their main thread."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 async def parent_died() -> None:
