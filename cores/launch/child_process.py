@@ -198,7 +198,7 @@ def end_with_parent(last_deed: Callable[[], object] | None = None) -> None:
 
 
 def _be_killed_with_parent() -> None:
-    """By the kernel. A process that is stopped (SIGSTOP), or one of whose threads never gives the interpreter back, reads no end
+    """By the kernel. A process that is stopped (SIGSTOP), or one whose threads never give the interpreter back, reads no end
     of file. The parent's death is that of the thread that started us: launchers do that on their main thread."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from cores.launch.child_process import ChildProcess, end_with_parent, read_task
 from cores.launch.interface import LaunchError
+from cores.launch.leftovers import OWNER_VARIABLE, kill_processes_of
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 10.0
@@ -57,8 +58,9 @@ class EmbeddedRayCluster:
 
     async def start(self) -> None:
         """Bounded. Raises `LaunchError` with Ray's own last words."""
+        environment = _CLUSTER_VARIABLES | {OWNER_VARIABLE: str(self._directory)}
         self._guardian = await ChildProcess.start(
-            "ray", "cores.launch.ray_cluster", {"directory": str(self._directory)}, environment=_CLUSTER_VARIABLES, answers=True
+            "ray", "cores.launch.ray_cluster", {"directory": str(self._directory)}, environment=environment, answers=True
         )
         try:
             line = await asyncio.wait_for(self._guardian.read_line(), START_TIMEOUT_S + STOP_TIMEOUT_S)
@@ -73,6 +75,8 @@ class EmbeddedRayCluster:
         if self._guardian is not None:
             self._guardian.close_stdin()
             await self._guardian.end(STOP_TIMEOUT_S)
+            if self._guardian.returncode != 0:  # it was killed itself: nobody else ends what it watched over
+                await asyncio.to_thread(kill_processes_of, self._directory)
 
 
 def outlive_head() -> None:

@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
+from cores.launch.leftovers import kill_processes_of
+
 _PREFIX = "gateway-"
 _LOCK = "lock"
 # A Unix socket's path may have 107 bytes, and Ray needs 70 below its directory.
@@ -66,6 +68,7 @@ def _remove_abandoned(parent: Path) -> None:
             lock = os.open(lock_path, os.O_RDWR)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                kill_processes_of(lock_path.parent)  # of a Ray whose guardian was killed, too
                 _remove(lock_path.parent)
             finally:
                 os.close(lock)

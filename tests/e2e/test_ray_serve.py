@@ -70,6 +70,17 @@ def test_kill_9_of_the_launcher_takes_ray_with_it(marked: MarkedRun, ray_serve: 
     poll_until(lambda: not marked.processes(), "no process is left")
 
 
+def test_kill_9_of_rays_guardian_leaves_no_process_of_ray_when_the_server_ends(marked: MarkedRun, ray_serve: list[str]) -> None:
+    serve = marked.start(*ray_serve)
+    assert num_completion_tokens(marked.url, 0) == 3
+    (guardian,) = [process for process in marked.see() if "cores.launch.ray_cluster" in process.cmdline()]
+    guardian.kill()
+    assert num_completion_tokens(marked.url, 1) == 3
+    serve.terminate()
+    assert serve.wait(END_TIMEOUT_S) == 0
+    assert marked.leftovers() == []
+
+
 def test_rank_that_dies_while_loading_ends_the_start_with_its_cause_last(marked: MarkedRun, ray_serve: list[str]) -> None:
     serve = marked.start(*ray_serve, "--simulated", "fault=raise_at_step=0@rank=1")
     marked.until_log_has("loading")

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from cores.launch.leftovers import OWNER_VARIABLE
 from gateway.launch.run_directory import RunDirectory, RunDirectoryError
+
+DEADLINE_S = 60.0
 
 
 @pytest.fixture
@@ -43,6 +49,23 @@ def test_directory_of_a_killed_run_is_removed_and_that_of_a_living_one_is_kept(p
         with RunDirectory(parent) as other:
             assert living.path.exists()
             assert other.path != living.path
+
+
+def test_a_process_that_a_killed_run_has_left_is_ended_with_its_directory_and_a_living_runs_is_not(parent: Path) -> None:
+    def start(owner: Path) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={OWNER_VARIABLE: str(owner / "ray")}
+        )
+
+    abandoned = parent / "gateway-abandoned"
+    with RunDirectory(parent) as living, start(living.path) as kept, start(abandoned) as orphan:
+        abandoned.mkdir()
+        (abandoned / "lock").touch()
+        with RunDirectory(parent):
+            assert orphan.wait(DEADLINE_S) == -signal.SIGKILL
+        assert not abandoned.exists()
+        assert kept.poll() is None
+        kept.kill()
 
 
 def test_directory_in_which_a_dying_process_still_makes_files_is_left_for_the_next_run(
