@@ -30,19 +30,20 @@ def _normalise_message(where: str, message: Any) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidRequestError(f"{where}.role must be a name such as 'user', got {_short(role)}", "messages")
-    normal = message | {"content": _content_text(f"{where}.content", message.get("content"))}
+    normal = message | {"content": content_text(f"{where}.content", message.get("content"))}
     if tool_calls := message.get("tool_calls"):
         normal["tool_calls"] = _normalise_tool_calls(f"{where}.tool_calls", tool_calls)
     return normal
 
 
-def _content_text(where: str, content: Any) -> str:
+def content_text(where: str, content: Any) -> str:
+    """Of one message. `where` is its place in the body. Raises `InvalidRequestError`."""
     if content is None:
         return ""  # templates join it with text
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequestError(f"{where} must be text or a list of parts, got {_short(content)}", "messages")
+        raise InvalidRequestError(f"{where} must be text or a list of parts, got {_short(content)}", _field(where))
     return "\n".join(_part_text(f"{where}[{i}]", part) for i, part in enumerate(content))
 
 
@@ -50,14 +51,14 @@ def _part_text(where: str, part: Any) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
-        raise InvalidRequestError(f"{where} must be an object with a type, got {_short(part)}", "messages")
+        raise InvalidRequestError(f"{where} must be an object with a type, got {_short(part)}", _field(where))
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in _TEXT_FIELD:
         what = f"{_MEDIA[kind]} input" if isinstance(kind, str) and kind in _MEDIA else f"type {_short(kind)}"
-        raise InvalidRequestError(f"{where}: {what} is not supported; only parts of type 'text' are", "messages")
+        raise InvalidRequestError(f"{where}: {what} is not supported; only text is", _field(where))
     text = part.get(_TEXT_FIELD[kind])
     if not isinstance(text, str):
-        raise InvalidRequestError(f"{where}.{_TEXT_FIELD[kind]} must be text, got {_short(text)}", "messages")
+        raise InvalidRequestError(f"{where}.{_TEXT_FIELD[kind]} must be text, got {_short(text)}", _field(where))
     return text
 
 
@@ -80,6 +81,10 @@ def _normalise_tool_calls(where: str, tool_calls: Any) -> list[dict[str, Any]]:
                 ) from None
         normal.append(call | {"function": function | {"arguments": arguments}})
     return normal
+
+
+def _field(where: str) -> str:
+    return where.partition("[")[0]
 
 
 def _short(value: Any) -> str:

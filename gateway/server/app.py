@@ -12,13 +12,24 @@ from aiohttp.typedefs import Handler
 
 from gateway.config import ConfigError, ServerConfig
 from gateway.server.edge import add_headers, caller_trace_headers, edge
-from gateway.server.routes import admin, chat, completions, development, embeddings, lora, models, observation, tokenization
+from gateway.server.routes import (
+    admin,
+    chat,
+    completions,
+    development,
+    embeddings,
+    lora,
+    models,
+    observation,
+    responses,
+    tokenization,
+)
 from gateway.server.state import STATE, TRACE_HEADERS, ServerState
 
 BACKLOG = 2048
 STOP_TIMEOUT_S = 5.0  # what a reader that is slow with its last answer has
 KEEPALIVE_TIMEOUT_S = 75.0  # of an idle connection, from its first byte on; longer than usual proxies keep theirs
-INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
+INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"})
 
 
 def create_app(state: ServerState) -> web.Application:
@@ -26,7 +37,7 @@ def create_app(state: ServerState) -> web.Application:
     tracing = [trace] if state.config.observability.otlp_traces_endpoint else []
     app = web.Application(middlewares=[*tracing, edge, count_in_flight], client_max_size=state.max_body_bytes)
     app[STATE] = state
-    for module in (admin, chat, completions, embeddings, lora, models, observation, tokenization):
+    for module in (admin, chat, completions, embeddings, lora, models, observation, responses, tokenization):
         app.add_routes(module.routes)
     if state.config.server.dev_mode:
         app.add_routes(development.routes)

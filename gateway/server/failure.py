@@ -34,9 +34,11 @@ class Failure:
     is_bug: bool = False  # ours: the log gets the traceback, the client only the request id
     allow: str | None = None  # methods, with 405
 
+    def document(self) -> dict[str, str | None]:
+        return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+
     def body(self) -> bytes:
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        return msgspec.json.encode({"error": self.document()})
 
     def headers(self) -> dict[str, str]:
         headers = {}

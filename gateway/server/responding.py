@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
+from typing import Protocol
 
 from aiohttp import ClientConnectionResetError, web
 
 from gateway.outputs import RequestOutput
 from gateway.server.answers import Answer, ApiShape, whole_answer
-from gateway.server.failure import to_failure
+from gateway.server.failure import Failure, to_failure
 from gateway.server.sse import StreamEncoder
 from gateway.server.state import REQUEST_ID, STATE
 
@@ -28,28 +30,49 @@ SSE_HEADERS = {
 }
 
 
+class Encoder(Protocol):
+    """The events of one stream, of whichever API."""
+
+    @property
+    def is_finished(self) -> bool:
+        """The last output has been encoded."""
+
+    @property
+    def is_slow(self) -> bool:
+        """The next output is to be encoded in a thread."""
+
+    def open(self) -> bytes: ...
+    def encode(self, output: RequestOutput) -> bytes: ...
+    def close(self) -> bytes: ...
+    def fail(self, failure: Failure) -> bytes: ...
+
+
 async def respond(
     request: web.Request, shape: ApiShape, answer: Answer, outputs: AsyncGenerator[RequestOutput, None], *, stream: bool
 ) -> web.StreamResponse:
     """Raises what `EngineClient.generate` raises, as long as nothing has been written. Cancelling it aborts."""
     async with aclosing(outputs):
         if stream:
-            return await _stream(request, outputs, StreamEncoder(shape, answer))
-        return await _whole(shape, answer, outputs)
+            return await write_stream(request, outputs, StreamEncoder(shape, answer))
+        return await write_whole(outputs, partial(whole_answer, shape, answer))
 
 
-async def _whole(shape: ApiShape, answer: Answer, outputs: AsyncGenerator[RequestOutput, None]) -> web.Response:
+async def write_whole(
+    outputs: AsyncGenerator[RequestOutput, None], encode: Callable[[Sequence[RequestOutput]], bytes]
+) -> web.Response:
+    """Raises what `EngineClient.generate` raises."""
     finals = [output async for output in outputs]
     if any(output.prompt_logprobs is not None for output in finals):
-        body = await asyncio.to_thread(whole_answer, shape, answer, finals)  # by the thousand, for a long prompt
+        body = await asyncio.to_thread(encode, finals)  # by the thousand, for a long prompt
     else:
-        body = whole_answer(shape, answer, finals)
+        body = encode(finals)
     return web.Response(body=body, content_type="application/json", charset="utf-8", headers=_rank_header(finals[0]))
 
 
-async def _stream(
-    request: web.Request, outputs: AsyncGenerator[RequestOutput, None], encoder: StreamEncoder
+async def write_stream(
+    request: web.Request, outputs: AsyncGenerator[RequestOutput, None], encoder: Encoder
 ) -> web.StreamResponse:
+    """Raises what `EngineClient.generate` raises, as long as nothing has been written."""
     # Nothing is sent before the first output: until then an error is an ordinary HTTP answer, and then the rank is known.
     first = await anext(outputs)
     response = web.StreamResponse(headers=SSE_HEADERS | _rank_header(first))
@@ -62,7 +85,7 @@ async def _stream(
         except ClientConnectionResetError:
             raise
         except Exception as error:
-            end = _last_words(request, error)
+            end = encoder.fail(_logged_failure(request, error))
             _close_when_idle(request)
         await response.write_eof(end)
     except ClientConnectionResetError:
@@ -75,7 +98,7 @@ async def _write_outputs(
     response: web.StreamResponse,
     first: RequestOutput,
     outputs: AsyncGenerator[RequestOutput, None],
-    encoder: StreamEncoder,
+    encoder: Encoder,
 ) -> bytes:
     """Writes all but the last bytes, which it returns: they go out together with the end of the body."""
     protocol, writer = request.protocol, request.writer
@@ -95,16 +118,16 @@ async def _write_outputs(
     return data + encoder.close()
 
 
-async def _encode(encoder: StreamEncoder, output: RequestOutput) -> bytes:
+async def _encode(encoder: Encoder, output: RequestOutput) -> bytes:
     return await asyncio.to_thread(encoder.encode, output) if encoder.is_slow else encoder.encode(output)
 
 
-def _last_words(request: web.Request, error: Exception) -> bytes:
-    """The error event of a stream that had begun."""
+def _logged_failure(request: web.Request, error: Exception) -> Failure:
+    """What ends a stream that had begun."""
     failure = to_failure(error)
     log = logger.exception if failure.is_bug else logger.warning
     log("request %s failed in its stream: %s: %s", request[REQUEST_ID], failure.type, error)
-    return failure.event()
+    return failure
 
 
 def _close_when_idle(request: web.Request) -> None:

@@ -14,6 +14,7 @@ import msgspec
 from gateway.logprobs import PromptLogprobs
 from gateway.outputs import CompletionOutput, RequestOutput
 from gateway.server.answers import Answer, ApiShape, echoed_logprobs
+from gateway.server.failure import Failure
 
 DONE = b"data: [DONE]\n\n"
 _to_json = msgspec.json.Encoder().encode
@@ -78,6 +79,10 @@ class StreamEncoder:
         if not self._answer.include_usage:
             return DONE
         return self._head + b'],"usage":' + _to_json(self._usage.to_document()) + b"}\n\n" + DONE
+
+    def fail(self, failure: Failure) -> bytes:
+        """The end of a stream that had begun."""
+        return failure.event()
 
     def _before_text(self, index: int) -> bytes:
         return self._head + f'{{"index":{index},{self._shape.before_piece}'.encode()

@@ -16,8 +16,8 @@ DEADLINE_S = 90.0  # for one answer
 PATIENCE_S = 0.3  # of a client with a broken request, which may be one that the server still waits for
 ALLOWED_5XX = (503,)
 PATHS = (
-    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize", "/v1/load_lora_adapter",
-    "/scale_elastic_ep", "/admin/ranks/0/undrain",
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize",
+    "/v1/load_lora_adapter", "/scale_elastic_ep", "/admin/ranks/0/undrain",
 )  # fmt: skip
 BODY: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": None}], "prompt": "one two three",
@@ -26,6 +26,8 @@ BODY: dict[str, Any] = {
     "input": "text", "tokens": [1, 2], "model": "tiny", "priority": 0, "structured_outputs": None,
     "chat_template_kwargs": {"a": 1}, "bad_words": ["x"], "stop_token_ids": [5],
     "min_tokens": 0, "prompt_logprobs": 1, "echo": False, "lora_name": "a",
+    "instructions": "x", "text": {"format": {"type": "text"}}, "max_output_tokens": 3,
+    "include": ["message.output_text.logprobs"],
 }  # fmt: skip
 MAD_VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 2**200, 0.5, -0.0, 1e308, "", "x", "\x00", "\ud800", "é" * 300, "{{",

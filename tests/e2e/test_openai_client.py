@@ -38,6 +38,24 @@ def check_endpoint(url: str) -> None:
         assert set(reasons[:-1]) == {None}
         assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
         assert chunks[-1].usage.completion_tokens == 24
+        check_responses(client, model.id, whole)
+
+
+def check_responses(client: openai.OpenAI, model: str, chat: Any) -> None:
+    """The same answer in the other API's words."""
+    question: dict[str, Any] = {
+        "model": model, "input": MESSAGES, "temperature": 0, "max_output_tokens": 24, "extra_body": {"ignore_eos": True},
+    }  # fmt: skip
+    whole = client.responses.create(**question)
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert whole.output_text == chat.choices[0].message.content
+    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (chat.usage.prompt_tokens, 24)
+
+    events = list(client.responses.create(**question, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    assert events[-1].type == "response.incomplete"
+    assert events[-1].response.usage.output_tokens == 24
 
 
 def test_one_core(serve: Callable[..., Any], simulated: list[str]) -> None:

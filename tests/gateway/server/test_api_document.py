@@ -13,6 +13,7 @@ from gateway.config import GatewayConfig, ServerConfig
 from gateway.server import ServerState
 from gateway.server.app import create_app
 from gateway.server.auth import OPEN_PATHS
+from gateway.server.responses.schema import ResponsesRequest
 from gateway.server.routes.admin import RestartRequest, ScaleRequest
 from gateway.server.routes.development import AbortRequestsRequest, CollectiveRpcRequest, UpdateWeightsRequest
 from gateway.server.schema import (
@@ -32,6 +33,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "Fields of both completions": GenerationRequest,
     "POST /v1/chat/completions": ChatCompletionRequest,
     "POST /v1/completions": CompletionRequest,
+    "POST /v1/responses": ResponsesRequest,
     "POST /v1/embeddings": EmbeddingRequest,
     "POST /tokenize": TokenizeRequest,
     "POST /detokenize": DetokenizeRequest,
