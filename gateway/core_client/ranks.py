@@ -30,6 +30,7 @@ from gateway.status import Lives, RankStatus
 logger = logging.getLogger(__name__)
 
 _UNHEARD = (RankState.STARTING, RankState.RESTARTING)
+_SETTLED = (RankState.DEAD, RankState.RESTARTING)  # without a word of theirs
 
 
 class Ranks:
@@ -180,10 +181,9 @@ class Ranks:
         changed.set()
 
     def _check_all_ready(self) -> None:
-        """A rank that the launcher has given up is not waited for by a front end that starts later."""
-        if any(life.ready for life in self.lives) and all(
-            life.ready or life.health.state == RankState.DEAD for life in self.lives
-        ):
+        """A rank that the launcher has given up, or is starting again, is not waited for by a front end that starts later:
+        others serve, and when it comes it is one more."""
+        if any(life.ready for life in self.lives) and all(life.ready or life.health.state in _SETTLED for life in self.lives):
             self.all_ready.set()
 
     def _life_for(self, rank: Rank, rank_id: m.RankId) -> RankLife:

@@ -10,10 +10,16 @@ from tests.gateway.core_client.fake_group import FakeGroup
 
 
 @pytest.fixture
-async def group() -> AsyncIterator[FakeGroup]:
+async def idle_group() -> AsyncIterator[FakeGroup]:
+    """Whose client has not been started."""
     with tempfile.TemporaryDirectory(prefix="gw-", dir="/tmp") as directory:  # a Unix socket's path must be short
         group = FakeGroup(Path(directory))
-        await group.start()
         yield group
         group.client.ledger.check_invariants()
         await group.close()
+
+
+@pytest.fixture
+async def group(idle_group: FakeGroup) -> FakeGroup:
+    await idle_group.start()
+    return idle_group

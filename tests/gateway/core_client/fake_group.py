@@ -101,12 +101,17 @@ class FakeGroup:
 
     async def start(self) -> None:
         """Returns when all ranks are ready."""
-        starting = asyncio.create_task(self.client.start())
-        await self.until(lambda: any(isinstance(message, FrontEndHello) for message in self.said))
+        starting = await self.begin_start()
         for rank in range(self._num_ranks):
             await self.begin_life(RankId(rank, 1))
         async with asyncio.timeout(DEADLINE_S):
             await starting
+
+    async def begin_start(self) -> asyncio.Task[None]:
+        """Returns once the launcher knows the client; the task ends when that has its ranks."""
+        starting = asyncio.create_task(self.client.start())
+        await self.until(lambda: any(isinstance(message, FrontEndHello) for message in self.said))
+        return starting
 
     async def begin_life(self, rank_id: RankId) -> FakeEngine:
         hello = next(message for message in self.said if isinstance(message, FrontEndHello))

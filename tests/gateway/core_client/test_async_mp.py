@@ -21,7 +21,7 @@ from cores.messages import (
 )
 from gateway.core_client.base import EngineDied, EngineFailed, RanksChanged
 from gateway.errors import EngineDeadError, EngineGenerateError, OverloadedError
-from tests.gateway.core_client.fake_group import FakeGroup
+from tests.gateway.core_client.fake_group import DEADLINE_S, FakeGroup
 
 ZERO, ONE = RankId(0, 1), RankId(1, 1)
 
@@ -181,6 +181,22 @@ async def test_a_restarted_rank_takes_requests_and_frames_of_its_old_life_are_dr
     assert group.add_request(pinned_rank=0)[1] == RankId(0, 2)
     assert isinstance(await group.engines[0].command(), AddRequest)
     assert [e.kind for e in group.client.events.events(0.0) if e.rank == 0] == ["ready", "death", "restart", "ready"]
+
+
+async def test_a_front_end_that_starts_while_a_rank_restarts_serves_with_the_others_and_takes_that_one_in_later(
+    idle_group: FakeGroup,
+) -> None:
+    starting = await idle_group.begin_start()
+    await idle_group.begin_life(ZERO)
+    await idle_group.until(lambda: idle_group.state(0) == "ready")
+    assert not starting.done()  # rank 1 may be as well as rank 0
+    idle_group.tell_state(RankRecord(0, 1, "ready"), RankRecord(1, 2, "restarting", "killed", 1))
+    async with asyncio.timeout(DEADLINE_S):
+        await starting
+    assert idle_group.add_request()[1] == ZERO
+    await idle_group.begin_life(RankId(1, 2))
+    await idle_group.until(lambda: idle_group.state(1) == "ready")
+    assert idle_group.add_request(pinned_rank=1)[1] == RankId(1, 2)
 
 
 @pytest.mark.parametrize("error", [EngineGenerateError("no adapter"), OSError("no space left on the disk")])
