@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 60.0  # imports and a large tokenizer on a busy machine
 MAX_RESTARTS = 5  # within ten minutes
 FIRST_BACKOFF_S = 0.5
+DRAIN_MARGIN_S = 15.0  # from a front end's last answer to its exit: slow readers have 5 s, then statistics 5 s to be sent
 
 OnHello = Callable[[FrontEndAddress], None]
 
@@ -88,6 +89,8 @@ class ChildFrontEnd:
         self._sleep = sleep
         self._hello: FrontEndHello | None = None
         self._said_hello = asyncio.Event()
+        self._last_words = ""  # why this life gives up, in its own words
+        self._gave_up = asyncio.Event()
         self._child: ChildProcess | None = None
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
@@ -110,6 +113,10 @@ class ChildFrontEnd:
                 logger.info("front end %d serves as %s", self.index, mode)
                 self.mode = mode
                 self.ready.set()
+            case FrontEndFailed(cause=cause) if self.ready.is_set():
+                # It has served: what it met now may be gone in its next life. Ranks that serve must not end with it.
+                self._last_words = cause
+                self._gave_up.set()
             case FrontEndFailed(cause=cause):
                 self._stopping = True
                 self._fail(cause)
@@ -134,6 +141,8 @@ class ChildFrontEnd:
         """One life. Returns the cause of its end."""
         self._hello = None
         self._said_hello.clear()
+        self._last_words = ""
+        self._gave_up.clear()
         try:
             child = self._child = await self._start_child(life)
         except OSError as error:  # no memory, no process, no file or no space left: there may be, later
@@ -141,10 +150,12 @@ class ChildFrontEnd:
         hello = await self._await_hello(child)
         if hello is None:
             await child.kill()
-            return child.describe_exit() or f"it did not open its sockets within {HELLO_TIMEOUT_S:g} s"
+            how = child.describe_exit() or f"it did not open its sockets within {HELLO_TIMEOUT_S:g} s"
+            return self._last_words or how
         self._on_hello(_address(hello))
-        await child.wait()
-        return child.describe_exit() or "it ended without being asked to"
+        await _wait_for(self._gave_up, child)
+        await child.end(DRAIN_MARGIN_S)
+        return self._last_words or child.describe_exit() or "it ended without being asked to"
 
     async def _start_child(self, life: int) -> ChildProcess:
         # A directory for each life: what an engine still sends to the dead one's sockets must not reach its successor.
@@ -170,12 +181,7 @@ class ChildFrontEnd:
         )
 
     async def _await_hello(self, child: ChildProcess) -> FrontEndHello | None:
-        waits: set[asyncio.Task[Any]] = {asyncio.create_task(self._said_hello.wait()), asyncio.create_task(child.wait())}
-        try:
-            await asyncio.wait(waits, timeout=HELLO_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+        await _wait_for(self._said_hello, child, HELLO_TIMEOUT_S)
         return self._hello
 
     async def stop(self, timeout_s: float) -> None:
@@ -187,6 +193,16 @@ class ChildFrontEnd:
             await asyncio.gather(self._task, return_exceptions=True)
         if self._child is not None:
             await self._child.kill()  # a life that began while the one before was waited for
+
+
+async def _wait_for(event: asyncio.Event, child: ChildProcess, timeout_s: float | None = None) -> None:
+    """Or for the child's end."""
+    waits: set[asyncio.Task[Any]] = {asyncio.create_task(event.wait()), asyncio.create_task(child.wait())}
+    try:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 def _address(hello: FrontEndHello) -> FrontEndAddress:

@@ -54,7 +54,7 @@ from cores.messages import (
 from gateway.config import GatewayConfig
 from gateway.launch.control import ControlSocket
 from gateway.launch.coordinator_process import make_coordinator
-from gateway.launch.front_end_process import HELLO_TIMEOUT_S, ChildFrontEnd, FrontEnd, ParentFrontEnd
+from gateway.launch.front_end_process import DRAIN_MARGIN_S, HELLO_TIMEOUT_S, ChildFrontEnd, FrontEnd, ParentFrontEnd
 from gateway.launch.group_ledger import GroupLedger
 from gateway.launch.group_operations import GroupOperations
 from gateway.launch.rank_plan import RankPlan
@@ -69,7 +69,6 @@ OPEN_TIMEOUT_S = 120.0  # the rank launcher's own bounds strike first
 FRONT_END_READY_TIMEOUT_S = 60.0
 # With no rank left the front end answers 503 with the cause for a moment, then ends by itself; this is for one that does not.
 WATCHDOG_S = 5.0
-DRAIN_MARGIN_S = 15.0  # from a front end's last answer to its exit: slow readers have 5 s, then statistics 5 s to be sent
 TICK_INTERVAL_S = 0.25  # how often lost nodes are looked for
 MAX_TICK_S = 1.0
 RANK_END_TIMEOUT_S = 5.0  # nothing is in flight any more
@@ -257,6 +256,8 @@ class Launcher:
                     self._control.send(identity, LauncherAlive())
                 if isinstance(message, EngineStarting):
                     self._attach_front_ends(message.rank_id)
+            case FrontEndFailed() if self._last_death is not None:
+                self._on_front_end_failed(message.cause)
             case FrontEndHello() | FrontEndReady() | FrontEndFailed() if 0 <= message.index < len(self._front_ends):
                 self._front_ends[message.index].on_message(message)
             case AbortElsewhere():

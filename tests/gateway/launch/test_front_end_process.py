@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cores.config import UNIX_SOCKETS
-from cores.messages import FrontEndReady
+from cores.config import UNIX_SOCKETS, FrontEndAddress
+from cores.messages import FrontEndFailed, FrontEndHello, FrontEndReady
 from gateway.config import GatewayConfig
 from gateway.launch.front_end_process import FIRST_BACKOFF_S, MAX_RESTARTS, ChildFrontEnd
 
@@ -30,13 +30,22 @@ class Lives:
             self.outcome.set_result("goes on")
             await asyncio.Event().wait()
 
-    async def run(self, run_directory: Path) -> str:
+    async def run(self, run_directory: Path, last_words: str | None = None, *, has_served: bool = True) -> str:
+        """With `last_words` its first life here opens its sockets and says why it gives up."""
+
+        def on_hello(_: FrontEndAddress) -> None:
+            front_end.on_message(FrontEndFailed(0, last_words or ""))
+
         with socket.socket() as listener:
             front_end = ChildFrontEnd(
-                0, GatewayConfig(), listener, run_directory, "", lambda _: None, self.outcome.set_result, self.sleep
+                0, GatewayConfig(), listener, run_directory, "", on_hello, self.outcome.set_result, self.sleep
             )
-            front_end.on_message(FrontEndReady(0, "DPLBAsyncMPClient"))
+            if has_served:
+                front_end.on_message(FrontEndReady(0, "DPLBAsyncMPClient"))
             front_end.start("ipc://control", UNIX_SOCKETS)
+            if last_words is not None:
+                await asyncio.sleep(0)  # now its life has begun
+                front_end.on_message(FrontEndHello(0, 1, "ipc://in", "ipc://out"))
             outcome = await self.outcome
             await front_end.stop(0.0)
             return outcome
@@ -63,3 +72,22 @@ async def test_a_front_end_that_can_never_be_started_again_ends_the_endpoint_wit
     outcome = await Lives(num_sleeps=MAX_RESTARTS).run(tmp_path / "gone")
     cause = "the front end died more than 5 times within ten minutes, the last time: it could not be started: "
     assert outcome.startswith(cause)
+
+
+async def test_a_front_end_that_has_served_and_now_fails_to_start_is_tried_again_and_the_ranks_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    lives = Lives(num_sleeps=0)
+    assert await lives.run(tmp_path, "restore was not done within 600 s on rank-1-1") == "goes on"
+    assert lives.delays_s == [FIRST_BACKOFF_S]
+    assert "the front end died, the ranks go on: restore was not done within 600 s on rank-1-1" in caplog.text
+
+
+async def test_a_front_end_that_fails_before_it_has_ever_served_ends_the_endpoint_with_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    lives = Lives(num_sleeps=0)
+    assert await lives.run(tmp_path, "there is no such model", has_served=False) == "there is no such model"
+    assert lives.delays_s == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway import stat_loggers
-from gateway.launch.launcher import DRAIN_MARGIN_S
+from gateway.launch.front_end_process import DRAIN_MARGIN_S
 from gateway.server import app
 
 SLACK_S = 3.0  # of a busy machine
