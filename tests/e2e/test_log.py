@@ -53,6 +53,26 @@ def test_the_cause_of_a_failed_start_is_an_object_too(serve: Serve, simulated: l
     assert "simulated fault at step 0" in json.loads(last)["message"]
 
 
+def test_no_key_is_in_the_log_in_status_or_in_ps(serve: Serve, simulated: list[str]) -> None:
+    key, wrong = "key-of-this-server", "key-that-was-guessed"
+    server = serve(*simulated, "-dp", "2", "--log-level", "debug", "--enable-log-requests", env={"GATEWAY_API_KEY": key})
+    for given, status in ((key, 200), (wrong, 401)):
+        body = {"model": "tiny", "prompt": "one two", "max_tokens": 3}
+        headers = {"Authorization": f"Bearer {given}"}
+        answer = requests.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
+        assert answer.status_code == status
+        assert requests.get(f"{server.url}/status", headers=headers, timeout=60).status_code in (200, 401)
+    shown = requests.get(f"{server.url}/status", headers={"Authorization": f"Bearer {key}"}, timeout=60).text
+    shown += "".join(" ".join(process.cmdline()) for process in server.descendants() if process.is_running())
+    assert "cores.engine_core_proc" in shown
+    assert '"ranks"' in shown
+    assert server.stop() == 0
+    log = "".join(server.stderr)
+    assert "failed: 401" in log or "ended by length" in log
+    for secret in (key, wrong):
+        assert secret not in shown + log
+
+
 def test_a_log_that_nobody_reads_stops_neither_the_launcher_nor_a_front_end(simulated: list[str], poll: Poll) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     flags = ("-dp", "2", "--port", "0", "--log-level", "debug", "--enable-log-requests")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 
 import pytest
 
 from balancer.load import RoutingRequest
 from cores.messages import EngineCoreOutputs, EngineCoreRequest, RankId, RankLoad
-from cores.sampling_params import RequestOutputKind, SamplingParams
+from cores.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputKind, StructuredOutputs
 from cores.testing import ManualClock, make_tiny_model_dir
 from gateway.core_client.base import SentRequest
 from gateway.errors import EngineDeadError, OverloadedError
@@ -68,6 +69,14 @@ class Stage:
             )  # fmt: skip
             list(self.outputs.process(outputs, 128, now=1.0))
 
+    def text(self) -> str:
+        """All that a client has seen and not been asked about before."""
+        text, is_over = "", False
+        while not is_over and (output := self.collector.get_nowait()) is not None:
+            text += "".join(completion.text for completion in output.outputs)
+            is_over = output.finished
+        return text
+
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
@@ -93,6 +102,45 @@ def test_what_is_accepted_twice_is_sent_once(tokenizer: Tokenizer) -> None:
     stage.generate(41)
     stage.failover.on_death([stage.client.sent[0]])
     assert stage.client.sent[1].request.prompt_token_ids == [*PROMPT, 40, 41]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "stop", "text"),
+    [
+        ("wait S", "TOP and more", ["STOP"], "wait "),
+        ("wait ST", "ART", ["STOP"], "wait START"),
+        ("größ"[:-1], "ß", None, "größ"),
+    ],
+    ids=["a stop string half matched that is one", "and one that is none", "whole characters"],
+)
+def test_what_was_held_back_when_the_rank_died_is_shown_or_not_as_if_nothing_was(
+    tokenizer: Tokenizer, before: str, after: str, stop: list[str] | None, text: str
+) -> None:
+    stage = Stage(tokenizer, stop=stop)
+    stage.generate(*tokenizer.encode(before, add_special_tokens=False))
+    stage.failover.on_death([stage.sent])
+    stage.generate(*tokenizer.encode(after, add_special_tokens=False))
+    assert stage.text().removesuffix(" and more") == text
+
+
+@pytest.mark.parametrize("character", ["ü", "€", "🙂"])
+def test_a_character_of_which_the_dead_rank_had_sent_a_part_is_whole(tokenizer: Tokenizer, character: str) -> None:
+    first, *rest = tokenizer.encode(character, add_special_tokens=False)
+    stage = Stage(tokenizer)
+    stage.generate(first)
+    assert stage.text() == ""
+    stage.failover.on_death([stage.sent])
+    stage.generate(*rest)
+    assert stage.text() == character
+
+
+def test_it_keeps_its_adapter_its_grammar_and_its_penalties(tokenizer: Tokenizer) -> None:
+    stage = Stage(tokenizer, frequency_penalty=0.5, structured_outputs=StructuredOutputs(StructuredOutputKind.REGEX, "[ab]+"))
+    request = dataclasses.replace(stage.sent.request, lora_name="french", lora_id="of-the-files")
+    stage.generate(40)
+    stage.failover.on_death([dataclasses.replace(stage.sent, request=request)])
+    moved = stage.client.sent[0].request
+    assert moved == dataclasses.replace(request, prompt_token_ids=[*PROMPT, 40])
 
 
 def test_a_queued_request_is_sent_again_as_it_was(tokenizer: Tokenizer) -> None:

@@ -199,6 +199,14 @@ async def test_what_is_not_http_gets_400_and_one_log_line_without_traceback(
     assert (await served.get("/live"))[0] == 200
 
 
+@pytest.mark.parametrize("header", [b"X-Giant: " + b"a" * 20_000, b"\r\n".join(b"X-%d: a" % i for i in range(1000))])
+async def test_giant_headers_are_refused_and_the_next_request_is_served(serve: Any, header: bytes) -> None:
+    served = await serve()
+    head, _ = await answer_to(served, b"GET /live HTTP/1.1\r\nHost: t\r\n" + header + b"\r\n\r\n")
+    assert head.startswith((b"HTTP/1.0 400", b"HTTP/1.1 400"))
+    assert (await served.get("/live"))[0] == 200
+
+
 async def test_each_kind_of_failure_has_its_status_and_one_log_line(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
     served = await serve()
     for error, expected in [
