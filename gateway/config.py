@@ -13,6 +13,7 @@ __all__ = [
 ]  # fmt: skip
 
 DEFAULT_POLICY = "prefix_affinity"
+MAX_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class ServerConfig:
 class ParallelConfig:
     """How many ranks there are, where, and which of them this endpoint serves."""
 
-    data_parallel_size: int = opt(1, "engine cores (ranks) in the group", min=1, aliases=("-dp",))
+    data_parallel_size: int = opt(1, "engine cores (ranks) in the group", min=1, max=MAX_RANKS, aliases=("-dp",))
     data_parallel_size_local: int | None = opt(
         None, "ranks of this node, with hybrid or multi-port external load balancing; default: all", min=1
     )

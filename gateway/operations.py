@@ -16,6 +16,7 @@ from typing import Any
 
 from cores.messages import RankId
 from cores.sampling_params import is_int
+from gateway.config import MAX_RANKS
 from gateway.errors import EngineGenerateError, GatewayError, InvalidRequestError, OverloadedError
 from gateway.group_settings import MEMORY_TAGS, GroupSettings, GroupStore
 from gateway.models import absolute_path
@@ -25,7 +26,6 @@ logger = logging.getLogger(__name__)
 UTILITY_TIMEOUT_S = 600.0  # the weights of a large model from a slow disk
 DRAIN_TIMEOUT_S = 30.0
 MAX_DRAIN_TIMEOUT_S = 86_400.0
-MAX_RANKS = 1024
 PAUSE_MODES = ("abort", "wait", "keep")
 SLEEP_LEVELS = (1, 2)
 

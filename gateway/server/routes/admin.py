@@ -12,8 +12,9 @@ from typing import Annotated
 from aiohttp import web
 from msgspec import Meta, Struct
 
+from gateway.config import MAX_RANKS
 from gateway.errors import InvalidRequestError
-from gateway.operations import DRAIN_TIMEOUT_S, MAX_DRAIN_TIMEOUT_S, MAX_RANKS
+from gateway.operations import DRAIN_TIMEOUT_S, MAX_DRAIN_TIMEOUT_S
 from gateway.server.body import read_body
 from gateway.server.json_response import json_response
 from gateway.server.schema import BodyDecoder

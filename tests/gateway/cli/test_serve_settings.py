@@ -164,6 +164,7 @@ def test_missing_config_file_is_named() -> None:
         (("serve", "m", "--max-model", "1"), "gateway serve: unknown flag --max-model; did you mean '--max-model-len'?"),
         (("serve", "m", "n"), "gateway serve: unexpected argument 'n'"),
         (("serve", "m", "-dp", "0"), "gateway serve: --data-parallel-size must be at least 1, got 0"),
+        (("serve", "m", "-dp", "100000"), "gateway serve: --data-parallel-size must be at most 1024, got 100000"),
         (
             ("serve", "m", "-dp", "2", "--data-parallel-external-lb", "--data-parallel-rank", "2"),
             "gateway serve: --data-parallel-rank must be below --data-parallel-size (2), got 2",
