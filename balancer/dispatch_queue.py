@@ -10,7 +10,8 @@ Rules
 * Who is bound is decided from the head of the queue on. One whose best rank has no room waits for it, and those behind it for
   other ranks pass, up to `LOOK_AHEAD` of them. Nobody passes it on the way to the same rank.
 * After a pass no rank with room is the best one of a request among the first `LOOK_AHEAD`.
-* A request whose deadline has passed is never bound. Whoever owns it takes it out.
+* A request whose deadline has passed is never bound, nor one that is pinned to a rank that takes no requests. Whoever owns it
+  takes it out; until then it stands in nobody's way.
 
 Theory of operation
 -------------------
@@ -35,7 +36,7 @@ from typing import Literal
 
 from balancer.fair_share import FairShare, Tenant
 from balancer.load import RankView, RoutingRequest
-from balancer.load_balancer import LoadBalancer, NoRankAvailableError
+from balancer.load_balancer import LoadBalancer, NoRankAvailableError, UnknownRankError
 from balancer.policy import Choice
 from cores.messages import RankId
 
@@ -137,15 +138,16 @@ class DispatchQueue:
                 choice = None
                 if queued.deadline is None or now < queued.deadline:
                     choice = self._choose(queued.request, eligible, now)
-                if choice is not None and self._has_room(choice.rank_id, now):
+                if choice is None:
+                    continue  # too late, or its rank is not there: whoever owns it takes it out, soon
+                if self._has_room(choice.rank_id, now):
                     num_tokens = self._book(queued, choice)
                     self._share.on_dispatch(self._lane_name(queued.request), num_tokens)
                     self._remove(queued)
                     yield Dispatch(queued.handle, choice, now - queued.queued_at)
                     continue
-                if choice is not None:
-                    self._book(queued, choice)
-                    expected.append(queued.handle)
+                self._book(queued, choice)
+                expected.append(queued.handle)
                 num_passed += 1
         finally:
             for handle in expected:
@@ -171,7 +173,7 @@ class DispatchQueue:
     def _choose(self, request: RoutingRequest, eligible: Eligible, now: float) -> Choice | None:
         try:
             return self._balancer.choose(request, eligible(request.lora_name), now)
-        except NoRankAvailableError:  # its rank may come back
+        except (NoRankAvailableError, UnknownRankError):
             return None
 
     def _book(self, queued: _Queued, choice: Choice) -> int:

@@ -99,7 +99,12 @@ class Failover:
                 self._resend(entry.sent, entry.since_s)
 
     def expire(self) -> None:
-        """To be called from time to time: ends what has waited for too long."""
+        """To be called from time to time: ends what has waited for too long, here or for a rank of its own."""
+        for sent in self._client.take_stranded():
+            try:
+                self.send(sent)  # as if it came now: it waits if its rank may come back, and is refused if not
+            except GatewayError as error:
+                self._fail(sent.request.handle, error)
         oldest_s = self._clock() - self._max_wait_s
         for handle in [handle for handle, entry in self._waiting.items() if entry.since_s <= oldest_s]:
             self._fail(handle, EngineDeadError(f"no rank took the request within {self._max_wait_s:g} s"))

@@ -86,6 +86,10 @@ class EngineCoreClient(ABC):
         """Sequences that wait here until a rank has room for them."""
         return ()
 
+    def take_stranded(self) -> list[SentRequest]:
+        """Takes out those that wait here for a rank that takes no requests, while others do."""
+        return []
+
     @abstractmethod
     def forget_queued(self) -> None:
         """Nobody will ever take what waits; who waits has been told."""

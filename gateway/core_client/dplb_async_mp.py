@@ -112,6 +112,16 @@ class DPLBAsyncMPClient(AsyncMPClient):
     def num_unreported_tokens(self) -> int:
         return super().num_unreported_tokens + (self._queue.num_tokens if self._queue is not None else 0)
 
+    def take_stranded(self) -> list[SentRequest]:
+        if self._queue is None or not (eligible := self.eligible):
+            return []
+        ranks = {rank_id.rank for rank_id in eligible}
+        stranded = [sent for sent in self._queued.values() if sent.routing.pinned_rank not in (None, *ranks)]
+        for sent in stranded:
+            self._queue.remove(sent.request.handle)
+            del self._queued[sent.request.handle]
+        return stranded
+
     def forget_queued(self) -> None:
         for handle in list(self._queued):
             if self._queue is not None and self._queue.remove(handle):

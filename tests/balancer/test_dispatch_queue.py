@@ -222,6 +222,17 @@ def test_look_ahead_is_bounded() -> None:
     assert group.run_pass() == [(500, 1)]
 
 
+def test_requests_for_a_rank_that_is_gone_do_not_stop_the_others() -> None:
+    """As many as a pass looks at."""
+    group = Group(2)
+    gone = group.ranks.pop()
+    group.ledger.remove_rank(gone)
+    for handle in range(1, LOOK_AHEAD + 1):
+        group.queue.add(handle, make_request(10, pinned_rank=gone.rank), now=0.0)
+    group.queue.add(500, make_request(10), now=0.0)
+    assert group.run_pass() == [(500, 0)]
+
+
 # --- ends ---------------------------------------------------------------------------------------------------------------
 
 

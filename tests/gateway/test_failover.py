@@ -30,6 +30,11 @@ class Client:
         self.awaits_restart = True
         self.failure = None
         self.aborted: list[int] = []
+        self.stranded: list[SentRequest] = []
+
+    def take_stranded(self) -> list[SentRequest]:
+        stranded, self.stranded = self.stranded, []
+        return stranded
 
     def abort_requests(self, handles: list[int]) -> None:
         self.aborted += handles
@@ -190,6 +195,21 @@ def test_a_new_request_waits_only_where_a_rank_will_come(tokenizer: Tokenizer) -
     stage.client.awaits_restart = False
     with pytest.raises(OverloadedError):
         stage.failover.send(stage.sent)
+
+
+def test_a_request_that_is_queued_for_a_rank_that_is_gone_ends_or_waits_like_a_new_one(tokenizer: Tokenizer) -> None:
+    stage = Stage(tokenizer)
+    stage.client.is_full = True  # it would take this one on no other rank
+    stage.client.stranded = [stage.sent]
+    stage.failover.expire()
+    assert stage.failover.num_waiting == 1
+    stage.failover.drop([1])
+    stage.client.awaits_restart = False
+    stage.client.stranded = [stage.sent]
+    stage.failover.expire()
+    assert stage.failover.num_waiting == stage.outputs.num_unfinished == 0
+    with pytest.raises(OverloadedError):
+        stage.collector.get_nowait()
 
 
 def test_a_request_that_ends_while_it_waits_is_not_sent(tokenizer: Tokenizer) -> None:

@@ -8,9 +8,10 @@ import signal
 
 import pytest
 
+from balancer.dispatch_queue import LOOK_AHEAD
 from gateway import AsyncLLM
 from gateway.config import BalancerConfig, FaultConfig
-from gateway.errors import DeadlineExceededError, InvalidRequestError
+from gateway.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 from gateway.outputs import RequestOutput
 from tests.integration.llm_harness import FINAL_ONLY, SLOW_MS, Start, frozen, params, set_step_ms, until
 
@@ -90,6 +91,22 @@ async def test_what_waits_is_not_touched_by_a_death(start: Start) -> None:
     outputs = await asyncio.gather(*tasks)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [10] * 40
     assert llm.status().totals.moved <= 10
+
+
+async def test_what_waits_for_a_rank_that_has_died_for_good_ends_and_stands_in_nobodys_way(start: Start) -> None:
+    llm = await start(2, balancer=LATE, engine_settings=SMALL, fault_tolerance=FaultConfig(engine_restarts=0))
+    with frozen(llm):
+        pinned = [asyncio.create_task(answer(llm, 4, f"pinned-{i}", data_parallel_rank=1)) for i in range(40)]
+        await until(lambda: num_queued(llm) > LOOK_AHEAD, "most wait here")
+        others = [asyncio.create_task(answer(llm, 4, f"other-{i}")) for i in range(4)]
+        await until(lambda: llm.output_processor.num_unfinished == 44, "so do others")
+        pid = llm.status().ranks[1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+    assert all(output.finished for output in await asyncio.gather(*others))
+    ends = await asyncio.gather(*pinned, return_exceptions=True)
+    assert any(isinstance(end, OverloadedError) for end in ends)
+    assert all(isinstance(end, OverloadedError | RequestOutput) for end in ends)  # what the rank had goes on elsewhere
 
 
 async def test_reader_that_leaves_the_queue_costs_no_rank_anything(start: Start) -> None:
