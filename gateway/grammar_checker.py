@@ -17,7 +17,7 @@ from collections import OrderedDict
 from cores.launch.child_process import ChildProcess
 from cores.sampling_params import StructuredOutputs
 from gateway.engine_client import ModelConfig
-from gateway.errors import InvalidRequestError, OverloadedError
+from gateway.errors import EngineDeadError, InvalidRequestError, OverloadedError
 
 logger = logging.getLogger(__name__)
 
@@ -40,33 +40,41 @@ class GrammarChecker:
         self._cpu_limit_s = cpu_limit_s
         self._child: ChildProcess | None = None
         self._turn = asyncio.Lock()
-        self._num_waiting = 0
+        self._judging: set[asyncio.Task[str]] = set()
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # by grammar: why not, empty for a good one
 
     async def check(self, wanted: StructuredOutputs) -> None:
-        """Raises `InvalidRequestError` with the reason, `OverloadedError` when too many wait for their verdict."""
+        """Raises `InvalidRequestError` with the reason, `OverloadedError` when too many wait for their verdict, and
+        `EngineDeadError` when it is closed meanwhile."""
         key = hashlib.blake2b(f"{wanted.kind.value}:{wanted.spec}".encode(errors="surrogatepass"), digest_size=16).digest()
         verdict = self._verdicts.get(key)
         if verdict is None:
-            if self._num_waiting >= MAX_WAITING:
-                raise OverloadedError(f"{MAX_WAITING} grammars wait to be compiled")
-            self._num_waiting += 1
-            # A client that leaves must not tear the dialogue with the child apart.
-            verdict = await asyncio.shield(asyncio.create_task(self._judge(key, wanted)))
+            verdict = await self._wait_for_verdict(key, wanted)
         self._verdicts.move_to_end(key)
         if verdict:
             raise InvalidRequestError(f"{wanted.param}: {verdict}", wanted.param)
 
-    async def _judge(self, key: bytes, wanted: StructuredOutputs) -> str:
+    async def _wait_for_verdict(self, key: bytes, wanted: StructuredOutputs) -> str:
+        if len(self._judging) >= MAX_WAITING:
+            raise OverloadedError(f"{MAX_WAITING} grammars wait to be compiled")
+        task = asyncio.create_task(self._judge(key, wanted))
+        self._judging.add(task)
+        task.add_done_callback(self._judging.discard)
         try:
-            async with self._turn:
-                if key not in self._verdicts:  # else somebody else has asked meanwhile
-                    self._verdicts[key] = await self._ask(wanted)
-                    if len(self._verdicts) > MAX_VERDICTS:
-                        self._verdicts.popitem(last=False)
-                return self._verdicts[key]
-        finally:
-            self._num_waiting -= 1
+            # A client that leaves must not tear the dialogue with the child apart.
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():  # by `close`, not by our caller
+                raise EngineDeadError("the engine client was shut down") from None
+            raise
+
+    async def _judge(self, key: bytes, wanted: StructuredOutputs) -> str:
+        async with self._turn:
+            if key not in self._verdicts:  # else somebody else has asked meanwhile
+                self._verdicts[key] = await self._ask(wanted)
+                if len(self._verdicts) > MAX_VERDICTS:
+                    self._verdicts.popitem(last=False)
+            return self._verdicts[key]
 
     async def _ask(self, wanted: StructuredOutputs) -> str:
         if self._child is None:
@@ -93,6 +101,9 @@ class GrammarChecker:
         raise RuntimeError("the grammar compiler does not start: see its last lines in the log")
 
     async def close(self) -> None:
+        for task in self._judging:  # or the next one would start another child
+            task.cancel()
+        await asyncio.gather(*self._judging, return_exceptions=True)
         if self._child is not None:
             await self._child.kill()
             self._child = None

@@ -370,7 +370,9 @@ class AsyncMPClient(EngineCoreClient):
             self._note_eligible()
             self.ranks.tell_idle()
             if self.embedded is not None and self.embedded.exit_code is not None and self.failure is None:
-                self.ranks.fail(f"the launcher ended with exit code {self.embedded.exit_code}")
+                cause = f"the launcher ended with exit code {self.embedded.exit_code}"
+                self.ranks.fail(cause)
+                self._orders.fail_all(EngineDeadError(cause, cause=cause))  # nobody will answer them
 
     def _look_for_broken_lines(self, now: float) -> None:
         for life in self.ranks.lives:

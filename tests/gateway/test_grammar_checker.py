@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cores.sampling_params import StructuredOutputKind, StructuredOutputs
 from cores.testing import make_tiny_model_dir
 from gateway.engine_client import ModelConfig
-from gateway.errors import InvalidRequestError, OverloadedError
+from gateway.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from gateway.grammar_checker import MAX_WAITING, GrammarChecker
 
 GOOD = StructuredOutputs(StructuredOutputKind.REGEX, "a+")
@@ -112,3 +113,14 @@ async def test_closing_ends_the_child_and_can_be_done_twice(model: ModelConfig) 
     await checker.close()
     await checker.close()
     assert child.returncode is not None
+
+
+async def test_nobody_starts_another_compiler_once_it_is_closed(model: ModelConfig) -> None:
+    checker = GrammarChecker(model)
+    grammars = [StructuredOutputs(StructuredOutputKind.REGEX, f"a{{{i}}}") for i in range(1, 4)]
+    waiting = [asyncio.create_task(checker.check(grammar)) for grammar in grammars]
+    await asyncio.sleep(0)  # each waits for its turn, or for the child
+    await checker.close()
+    ends = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(end) for end in ends] == [EngineDeadError] * 3
+    assert not [child for child in psutil.Process().children() if "grammar_process" in " ".join(child.cmdline())]

@@ -301,6 +301,18 @@ async def test_launcher_death_is_the_end_of_the_engine(start: Start) -> None:
     assert llm.errored
 
 
+async def test_an_order_ends_with_the_launcher_that_was_to_carry_it_out(start: Start) -> None:
+    llm = await start(2)
+    embedded = llm.core_client.embedded
+    assert embedded is not None
+    os.kill(embedded.pid, signal.SIGSTOP)
+    order = asyncio.create_task(llm.order("restart", rank=1))
+    await asyncio.sleep(0)  # it is sent
+    os.kill(embedded.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="the launcher ended"):
+        await asyncio.wait_for(order, DEADLINE_S)
+
+
 async def test_pieces_of_a_prompt_go_on_one_sequence_on_one_rank(start: Start) -> None:
     llm = await start(2)
     pieces: asyncio.Queue[str | None] = asyncio.Queue()
