@@ -180,8 +180,13 @@ class LoadLedger:
         if self.prefix_index is not None:
             self.prefix_index.add_rank(rank_id, num_kv_blocks)
 
-    def remove_rank(self, rank_id: RankId) -> list[int]:
-        """The handles that were booked there, all released now. Empty if the rank is not, or no longer, there."""
+    def remove_rank(self, rank_id: RankId, *, for_good: bool = False) -> list[int]:
+        """The handles that were booked there, all released now. Empty if the rank is not, or no longer, there.
+
+        `for_good`: an operator has removed the rank; else another life of it may come.
+        """
+        if for_good:
+            self._rank_numbers.discard(rank_id.rank)
         account = self._accounts.pop(rank_id, None)
         if account is None:
             return []
@@ -288,7 +293,7 @@ class LoadLedger:
 
     @property
     def rank_numbers(self) -> frozenset[int]:
-        """Every rank that was ever here: one whose engine is dead at the moment still exists."""
+        """Every rank that was here and was not removed for good: one whose engine is dead at the moment still exists."""
         return frozenset(self._rank_numbers)
 
     def _account(self, rank_id: RankId) -> _Account:

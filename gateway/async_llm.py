@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 from cores.messages import RankId
@@ -28,7 +28,7 @@ from gateway.config import GatewayConfig
 from gateway.core_client import AsyncMPClient, make_async_mp_client
 from gateway.core_client.base import FrontEndPlace
 from gateway.engine_client import EngineClient, ModelConfig, Prompt, PromptPieces
-from gateway.errors import EngineDeadError, GatewayError, InvalidRequestError, OverloadedError
+from gateway.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from gateway.failover import Failover
 from gateway.grammar_checker import GrammarChecker
 from gateway.group_settings import GroupStore
@@ -88,6 +88,7 @@ class AsyncLLM(EngineClient):
         self._started_s = clock()
         self._draining = False
         self._stopped = False
+        self._ending: asyncio.Task[None] | None = None
         self.admission = Admission(config.admission, slots or OneFrontEnd())
         self.group = group_store or OwnValue()
         self.loras: LoraManager = LoraManager(
@@ -131,35 +132,25 @@ class AsyncLLM(EngineClient):
         when a rank does not start.
         """
         tracer = make_tracer(config)
-        own_run_directory = None
-        if place is None:
-            own_run_directory = tempfile.mkdtemp(prefix="gateway-")
-            place = FrontEndPlace(run_directory=own_run_directory)
-        core_client = None
-        try:
+        async with AsyncExitStack() as undo:
+            own_run_directory = None
+            if place is None:
+                own_run_directory = tempfile.mkdtemp(prefix="gateway-")
+                undo.callback(shutil.rmtree, own_run_directory, ignore_errors=True)
+                place = FrontEndPlace(run_directory=own_run_directory)
             config = dataclasses.replace(config, engine=with_absolute_paths(config.engine))
             renderer = Renderer.from_directory(config.engine.model, config.server.chat_template)
+            undo.callback(renderer.close)
             core_client = make_async_mp_client(config, place)
+            undo.push_async_callback(core_client.shutdown)
             if on_shutdown is not None:
                 core_client.on_shutdown = on_shutdown
             on_core_client(core_client)
             await core_client.start()
-            llm = cls(
-                config,
-                ModelConfig.of(config, core_client.ready_messages),
-                renderer,
-                core_client,
-                slots=slots,
-                lora_store=lora_store,
-                group_store=group_store,
-            )
-        except BaseException:
-            if core_client is not None:
-                await core_client.shutdown()
-            if own_run_directory is not None:
-                shutil.rmtree(own_run_directory, ignore_errors=True)
-            raise
-        llm._own_run_directory = own_run_directory
+            model_config = ModelConfig.of(config, core_client.ready_messages)
+            llm = cls(config, model_config, renderer, core_client, slots=slots, lora_store=lora_store, group_store=group_store)
+            llm._own_run_directory = own_run_directory
+            undo.pop_all()  # from here on they are the client's to close
         try:
             llm._start([*stat_loggers, *tracer])
             for rank_id in core_client.serving:
@@ -266,21 +257,12 @@ class AsyncLLM(EngineClient):
         self.model_config.check_task("generate")
         self.check_admission(num_sequences=0)
         processed = await self.input_processor.process(prompt, sampling_params, options.tokenization_kwargs)
-        internal_id, collector = self.sender.send(processed, options)
-        deadline = self.sender.set_deadline(internal_id, options.timeout_s)
-        finished = False
-        try:
+        with self.sender.in_flight(processed, options) as collector:
+            finished = False
             while not finished:
                 output = collector.get_nowait() or await collector.get()
                 finished = output.finished
                 yield output
-        except GatewayError:
-            finished = True  # the request has had its end: there is nothing to abort
-            raise
-        finally:
-            deadline.cancel()
-            if not finished:
-                self.sender.abort(internal_id)
 
     async def _answer_pieces(
         self, pieces: PromptPieces, sampling_params: SamplingParams, options: RequestOptions
@@ -323,19 +305,8 @@ class AsyncLLM(EngineClient):
         self.model_config.check_task("embed")
         self.check_admission(num_sequences=0)
         processed = await self.input_processor.process_pooling(prompt, pooling_params)
-        internal_id, collector = self.sender.send(processed, options)
-        deadline = self.sender.set_deadline(internal_id, timeout_s)
-        ended = False
-        try:
+        with self.sender.in_flight(processed, options) as collector:
             output = await collector.get()
-            ended = True
-        except GatewayError:
-            ended = True
-            raise
-        finally:
-            deadline.cancel()
-            if not ended:
-                self.sender.abort(internal_id)
         yield to_pooling_output(output)
 
     async def abort(self, request_id: str) -> None:
@@ -422,18 +393,22 @@ class AsyncLLM(EngineClient):
         return self.output_processor.num_unfinished > 0 and self.core_client.standstill not in ("paused", "sleeping")
 
     async def shutdown(self) -> None:
-        if self._stopped:
-            return
-        self._stopped = True
-        self.output_handler.stop()
-        self.loop_lag.stop()
-        self.output_processor.fail_all(EngineDeadError("the engine client was shut down"))
-        await self.stats.close()  # they have heard of every end
-        self.renderer.close()
-        await self.grammar_checker.close()
-        await self.core_client.shutdown()
-        if self._own_run_directory is not None:
-            shutil.rmtree(self._own_run_directory, ignore_errors=True)
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end(), name="engine-client-end")
+            self._stopped = True
+        await asyncio.shield(self._ending)  # whoever does not wait for it leaves no process and no file behind
+
+    async def _end(self) -> None:
+        async with AsyncExitStack() as ends:  # the last comes first, and each whatever becomes of those before it
+            if self._own_run_directory is not None:
+                ends.callback(shutil.rmtree, self._own_run_directory, ignore_errors=True)
+            ends.push_async_callback(self.core_client.shutdown)
+            ends.push_async_callback(self.grammar_checker.close)
+            ends.callback(self.renderer.close)
+            ends.push_async_callback(self.stats.close)  # they have heard of every end
+            self.output_handler.stop()
+            self.loop_lag.stop()
+            self.output_processor.fail_all(EngineDeadError("the engine client was shut down"))
 
     async def is_tracing_enabled(self) -> bool:
         return self.stats.wants_traces

@@ -23,6 +23,7 @@ from gateway.renderer import Renderer
 
 # What a request for a vector looks like to all that knows only sequences: it ends with its prompt, in one output.
 FOR_POOLING = SamplingParams(temperature=0.0, seed=0, max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
+MAX_TIMEOUT_S = 1_000_000  # eleven days
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's code: clients shorten their history on it
 
 
@@ -195,7 +196,13 @@ def add_special_tokens(tokenization_kwargs: Mapping[str, Any] | None) -> bool:
 
 
 def check_options(
-    *, request_id: str, priority: int, data_parallel_rank: int | None, session_id: str | None, cache_salt: str | None
+    *,
+    request_id: str,
+    priority: int,
+    data_parallel_rank: int | None,
+    session_id: str | None,
+    cache_salt: str | None,
+    timeout_s: float | None,
 ) -> None:
     """What comes with a prompt from a program: an engine could not even read what is of another type. Raises
     `InvalidRequestError`."""
@@ -208,3 +215,7 @@ def check_options(
     for name, value in (("request_id", request_id), ("session_id", session_id), ("cache_salt", cache_salt)):
         if not is_text(value) and (value is not None or name == "request_id"):
             raise InvalidRequestError(f"{name} must be text that is valid Unicode, got {value!r:.80}", name)
+    if timeout_s is not None and not (type(timeout_s) in (int, float) and 0 < timeout_s <= MAX_TIMEOUT_S):
+        raise InvalidRequestError(
+            f"timeout_s must be a number above 0 and up to {MAX_TIMEOUT_S}, or None, got {timeout_s!r:.80}", "timeout_s"
+        )

@@ -49,11 +49,6 @@ class PromptLogprobs(Sequence[PositionLogprobs | None]):
         return self._end == len(self._token_ids)
 
     @property
-    def num_values(self) -> int:
-        """How much work it is to show them all."""
-        return len(self._token_ids) * (1 + self._num_top)
-
-    @property
     def first_text(self) -> str:
         """Of the token that has no log-probability."""
         return _text(self._tokenizer.token_bytes(self._token_ids[0]))

@@ -61,10 +61,6 @@ class Renderer:
 
     # --- chat ---------------------------------------------------------------------------------------------------------
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def render_chat(
         self,
         messages: list[dict[str, Any]],

@@ -6,10 +6,11 @@ Nothing is awaited between registering and sending: a failed send undoes both, a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from cores.pooling_params import PoolingParams
 from gateway.admission import Admission, Usage
 from gateway.core_client import AsyncMPClient
 from gateway.core_client.base import SentRequest
-from gateway.errors import DeadlineExceededError, OverloadedError
+from gateway.errors import DeadlineExceededError, GatewayError, OverloadedError
 from gateway.failover import Failover
 from gateway.input_processor import ProcessedInput, check_options
 from gateway.lora_manager import LoraManager
@@ -81,11 +82,27 @@ class RequestSender:
         """What is in flight here."""
         return Usage(self._outputs.num_unfinished, self._core_client.num_unreported_tokens)
 
-    def send(self, processed: ProcessedInput, options: RequestOptions) -> tuple[str, RequestOutputCollector]:
-        """Its internal id, and where its outputs come. Raises what `EngineClient.generate` raises."""
+    @contextlib.contextmanager
+    def in_flight(self, processed: ProcessedInput, options: RequestOptions) -> Iterator[RequestOutputCollector]:
+        """Where its outputs come. Who leaves before the end aborts it. Raises what `EngineClient.generate` raises."""
+        internal_id, collector = self._send(processed, options)
+        deadline: asyncio.TimerHandle | _NoDeadline = NO_DEADLINE
+        try:
+            deadline = self._set_deadline(internal_id, options.timeout_s)
+            yield collector
+        except GatewayError:
+            raise  # the request has had its end: there is nothing to abort
+        except BaseException:
+            self.abort(internal_id)
+            raise
+        finally:
+            deadline.cancel()
+
+    def _send(self, processed: ProcessedInput, options: RequestOptions) -> tuple[str, RequestOutputCollector]:
+        """Its internal id, and where its outputs come."""
         check_options(
             request_id=options.request_id, priority=options.priority, data_parallel_rank=options.data_parallel_rank,
-            session_id=options.session_id, cache_salt=options.cache_salt,
+            session_id=options.session_id, cache_salt=options.cache_salt, timeout_s=options.timeout_s,
         )  # fmt: skip
         params, num_tokens = processed.sampling_params, len(processed.prompt_token_ids)
         lora = None if options.lora_name is None else self._loras.require(options.lora_name, "lora_request")
@@ -165,7 +182,7 @@ class RequestSender:
             raise
         self.num_requests += 1
 
-    def set_deadline(self, internal_id: str, timeout_s: float | None) -> asyncio.TimerHandle | _NoDeadline:
+    def _set_deadline(self, internal_id: str, timeout_s: float | None) -> asyncio.TimerHandle | _NoDeadline:
         if timeout_s is None:
             return NO_DEADLINE
         return asyncio.get_running_loop().call_later(timeout_s, self._expire, internal_id, timeout_s)

@@ -341,7 +341,8 @@ class AsyncMPClient(EngineCoreClient):
 
     def on_engine_died(self, died: EngineDied) -> list[SentRequest]:
         self._utilities.on_engine_died(died.rank_id, died.cause)
-        return [self._sent.pop(handle) for handle in self.ledger.remove_rank(died.rank_id)]
+        is_removed = self.ranks.find(died.rank_id.rank) is None
+        return [self._sent.pop(handle) for handle in self.ledger.remove_rank(died.rank_id, for_good=is_removed)]
 
     def note_moved(self, died: EngineDied, num_moved: int, num_lost: int) -> None:
         """For the counters and the event log."""

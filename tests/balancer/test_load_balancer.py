@@ -51,6 +51,13 @@ def test_ranks_with_gaps_are_listed_as_they_are() -> None:
         make_balancer(ranks=ranks).choose(make_request(pinned_rank=4), ranks, now=0.0)
 
 
+def test_pin_to_a_rank_that_an_operator_has_removed_names_those_that_are_left() -> None:
+    balancer = make_balancer()
+    balancer.ledger.remove_rank(RANKS[3], for_good=True)
+    with pytest.raises(UnknownRankError, match=r"rank 3 does not exist; the ranks here are 0 to 2$"):
+        balancer.choose(make_request(pinned_rank=3), RANKS[:3], now=0.0)
+
+
 def test_pin_to_a_dead_rank_is_unavailable_and_not_unknown() -> None:
     balancer = make_balancer()
     balancer.ledger.remove_rank(RANKS[3])

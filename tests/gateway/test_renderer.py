@@ -94,7 +94,6 @@ def test_a_model_without_a_template_says_what_to_do(tmp_path: Path) -> None:
     path = make_tiny_model_dir(tmp_path)
     (path / "chat_template.jinja").unlink()
     renderer = Renderer.from_directory(path)
-    assert not renderer.has_chat_template
     with pytest.raises(InvalidRequestError, match="--chat-template FILE"):
         renderer.render_chat(HELLO)
 

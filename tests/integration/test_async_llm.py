@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cores.runner.testing import make_tiny_llama
@@ -287,6 +288,30 @@ async def test_without_any_rank_left_everything_fails_with_the_cause(start: Star
 async def test_a_rank_that_cannot_start_is_an_exception_with_its_cause(start: Start) -> None:
     with pytest.raises(EngineDeadError, match="no_such_fault"):
         await start(2, fault="no_such_fault=1")
+
+
+async def test_a_shutdown_that_nobody_waits_for_leaves_no_process(start: Start) -> None:
+    llm = await start(2)
+    embedded = llm.core_client.embedded
+    assert embedded is not None
+    processes = psutil.Process(embedded.pid).children(recursive=True)
+    caller = asyncio.create_task(llm.shutdown())
+    await asyncio.sleep(0)  # it has begun
+    caller.cancel()
+    await asyncio.gather(caller, return_exceptions=True)
+    await llm.shutdown()
+    assert caller.cancelled()
+    assert len(processes) >= 2
+    assert not any(process.is_running() for process in processes)
+
+
+async def test_a_timeout_that_is_none_is_refused_and_runs_nothing(start: Start) -> None:
+    llm = await start(1)
+    wrong: list[Any] = [float("nan"), float("inf"), 0, -1.0, True, "5"]
+    for timeout_s in wrong:
+        with pytest.raises(InvalidRequestError, match="timeout_s must be a number above 0 and up to 1000000, or None, got"):
+            await anext(llm.generate("a prompt", params(5), "x", timeout_s=timeout_s))
+        assert llm.output_processor.num_unfinished == 0
 
 
 async def test_launcher_death_is_the_end_of_the_engine(start: Start) -> None:
