@@ -18,8 +18,6 @@ VOLUME /var/lib/gateway
 EXPOSE 8000
 # SIGTERM lets requests finish: give it more than --shutdown-timeout (30 s), as in `docker run --stop-timeout 75`.
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=5s --timeout=5s --start-period=10m --retries=3 \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
 # Process 1 of a container must reap what others leave: `docker run --init`.
 ENTRYPOINT ["gateway"]
 CMD ["--help"]
@@ -30,4 +28,7 @@ WORKDIR /opt/gateway
 RUN pip install --no-cache-dir --constraint constraints.txt ".[cores,tracing]"
 USER gateway
 WORKDIR /var/lib/gateway
+# Of the port below, in plain HTTP: with another one or TLS give your own, `docker run --health-cmd ...`.
+HEALTHCHECK --interval=5s --timeout=5s --start-period=10m --retries=3 \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
 CMD ["serve", "smollm2", "--host", "0.0.0.0"]

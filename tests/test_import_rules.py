@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -56,3 +58,16 @@ def test_front_end_loads_neither_torch_nor_ray_nor_transformers() -> None:
         "print(*(m for m in ('torch', 'ray', 'transformers', 'numpy', 'llguidance') if m in sys.modules))"
     )
     assert run(sys.executable, "-c", code).split() == []
+
+
+@pytest.mark.parametrize("backend", ["mp", "ray"])
+def test_without_torch_serve_says_what_to_install_and_not_a_traceback(backend: str) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"  # to every import it is not installed
+        "from gateway.__main__ import main; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", code, "serve", ".", "--data-parallel-backend", backend, "--port", "0"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 2
+    assert "--engine torch needs the package torch, which is not installed: install dp-gateway[cores]" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -64,8 +64,13 @@ def serve(config: GatewayConfig, *, is_child: bool = False) -> int:
 def check_machine(config: GatewayConfig) -> None:
     """Raises `ConfigError` for what would be looked for in vain later, when half of everything runs already."""
     parallel = config.parallel
+    has_own_engines = parallel.data_parallel_backend == "mp" or parallel.ray_address is None  # else they may be elsewhere
+    if config.engine.engine == "torch" and has_own_engines and importlib.util.find_spec("torch") is None:
+        raise ConfigError("--engine torch needs the package torch, which is not installed: install dp-gateway[cores]")
     if parallel.data_parallel_backend == "ray" and importlib.util.find_spec("ray") is None:
-        raise ConfigError("--data-parallel-backend ray needs the package ray, which is not installed; or use mp")
+        raise ConfigError(
+            "--data-parallel-backend ray needs the package ray, which is not installed: install dp-gateway[cores], or use mp"
+        )
     if parallel.data_parallel_key_file is not None:
         from cores.curve import GroupKey  # pyzmq's authenticator, which most endpoints do not need
 
