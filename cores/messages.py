@@ -361,6 +361,7 @@ class RankRecord:
     is_leaving: bool = False  # this life ends by an operator's order: its end is nobody's fault
     start_progress: float = 0.0  # how much of its weights it has loaded, from 0 to 1
     is_node_lost: bool = False  # it died with its node: so it was no request that it died of
+    num_drain_orders: int = 0  # how often this life has been drained or taken back
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,7 @@ class Entry:
     rank: int | None
     text: str
     epoch: int | None = None
-    occurrence: int = 0  # of this kind in this life of the rank: equal for all front ends, which see the same
+    occurrence: int = 0  # tells those of one kind in one life apart: equal for all front ends that see the same
 
 
 class EventLog:
@@ -41,15 +41,10 @@ class EventLog:
     def __init__(self) -> None:
         self._entries: deque[tuple[int, Entry]] = deque(maxlen=MAX_EVENTS)
         self._seq = 0
-        self._own: Counter[tuple[str, int | None, int]] = Counter()  # events of lives that were added here
         self._known: set[tuple[str, int | None, int, int]] = set()
 
-    def add(self, kind: str, rank: int | None, text: str, now: float, epoch: int | None = None) -> None:
+    def add(self, kind: str, rank: int | None, text: str, now: float, epoch: int | None = None, occurrence: int = 0) -> None:
         """With an `epoch` it is an event of that life of the rank, which all front ends see and which counts once."""
-        occurrence = 0
-        if epoch is not None:
-            self._own[kind, rank, epoch] += 1
-            occurrence = self._own[kind, rank, epoch]
         self._append(Entry(now, kind, rank, text, epoch, occurrence))
 
     def _append(self, entry: Entry) -> None:

@@ -39,7 +39,7 @@ class RankLife:
     pid: int | None = None  # as the launcher says, before the engine itself has
     start_progress: float = 0.0  # how much of its weights it has loaded, from 0 to 1
     last_seq: int = 0  # of the commands sent to it
-    told_state: str = ""  # the launcher's last word
+    num_drain_orders: int = 0  # as the launcher has told
     unreachable_s: float | None = None  # since when it can be sent none
     is_up: bool = False  # the launcher has heard that it is ready
     is_leaving: bool = False  # it ends by an operator's order

@@ -218,7 +218,7 @@ class Ranks:
             rank.restart_pending = record.restart_pending
             life.is_leaving = life.is_leaving or record.is_leaving
             life.is_node_lost = record.is_node_lost
-            self._note_drain(life, record.state, now)
+            self._note_drain(life, record, now)
             if record.state == "dead":
                 self._read_all()  # what the rank still said comes before the news of its death
                 self.declare_dead(life.rank_id, record.cause or "unknown cause", tell_launcher=False)
@@ -231,16 +231,14 @@ class Ranks:
         if group.failed is not None and self.failure is None:
             self._give_up(group.failed)
 
-    def _note_drain(self, life: RankLife, told_state: str, now: float) -> None:
-        """Snapshots repeat what was told before, and our own state may be another one: only a new word is an event."""
-        before, life.told_state = life.told_state, told_state
-        rank, epoch = life.rank_id.rank, life.rank_id.epoch
-        if life.health.state is RankState.DEAD:
-            return
-        if told_state == "draining" and before != "draining":
-            self.events.add("drain", rank, f"epoch {epoch} gets no new requests", now, epoch)
-        elif told_state == "ready" and before == "draining":
-            self.events.add("drain", rank, f"epoch {epoch} gets new requests again", now, epoch)
+    def _note_drain(self, life: RankLife, record: m.RankRecord, now: float) -> None:
+        """Snapshots repeat what was told before, and our own state may be another one. The launcher counts the orders: so that
+        a front end that has started again knows which of them is in the log already."""
+        before, life.num_drain_orders = life.num_drain_orders, record.num_drain_orders
+        texts = {"draining": "gets no new requests", "ready": "gets new requests again"}
+        if life.num_drain_orders > before and life.health.state is not RankState.DEAD and record.state in texts:
+            rank, epoch = record.rank, record.epoch
+            self.events.add("drain", rank, f"epoch {epoch} {texts[record.state]}", now, epoch, record.num_drain_orders)
 
     def _note_membership(self, numbers: set[int], now: float) -> None:
         """An operator has added ranks, or removed some."""
@@ -319,7 +317,8 @@ class Ranks:
             life.num_stalls += 1
             text = f"stalled: it has work and made no step for {life.health.last_progress_s(now):.1f} s"
             logger.warning("%s %s", life.rank_id, text)
-            self.events.add("stall", life.rank_id.rank, f"epoch {life.rank_id.epoch} {text}", now, life.rank_id.epoch)
+            rank, epoch = life.rank_id.rank, life.rank_id.epoch
+            self.events.add("stall", rank, f"epoch {epoch} {text}", now, epoch, life.num_stalls)
             self._tell_launcher(m.RankStalled(life.rank_id, text))
 
     # --- which there are ----------------------------------------------------------------------------------------------

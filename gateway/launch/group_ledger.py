@@ -86,6 +86,7 @@ class _Rank:
     leaving: Literal["", "restart", "remove"] = ""  # what becomes of it when this life has ended
     is_added: bool = False  # to a running group, and was not ready yet
     is_node_lost: bool = False  # its last life died with its node
+    num_drain_orders: int = 0  # in this life
 
 
 class GroupLedger:
@@ -116,6 +117,7 @@ class GroupLedger:
                 is_leaving=bool(r.leaving),
                 start_progress=r.progress,
                 is_node_lost=r.is_node_lost,
+                num_drain_orders=r.num_drain_orders,
             )
             for rank, r in self._ranks.items()
         )
@@ -126,7 +128,7 @@ class GroupLedger:
         r = self._ranks[rank]
         self._move(rank, "begin")
         r.epoch += 1
-        r.pid, r.progress = None, 0.0
+        r.pid, r.progress, r.num_drain_orders = None, 0.0, 0
         r.restart_pending = r.is_node_lost = False
         return RankId(rank, r.epoch)
 
@@ -298,6 +300,7 @@ class GroupLedger:
         key = (r.state, event)
         assert key in _TRANSITIONS, f"rank {rank} in epoch {r.epoch}: {event!r} while {r.state!r}"
         r.state = _TRANSITIONS[key]
+        r.num_drain_orders += event in ("drain", "undrain")
 
     def check_invariants(self) -> None:
         for rank, r in self._ranks.items():

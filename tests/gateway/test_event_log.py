@@ -39,9 +39,9 @@ def test_what_all_front_ends_saw_is_one_event_and_what_each_did_is_each_ones(pat
 def test_the_second_time_of_the_same_in_one_life_is_another_event(path: Path) -> None:
     one, other = SharedEventLog(path), SharedEventLog(path)
     for log in (one, other):
-        log.add("drain", 0, "epoch 1 gets no new requests", 1.0, 1)
+        log.add("drain", 0, "epoch 1 gets no new requests", 1.0, 1, 1)
     for log in (other, one):
-        log.add("drain", 0, "epoch 1 gets no new requests", 2.0, 1)
+        log.add("drain", 0, "epoch 1 gets no new requests", 2.0, 1, 3)
     assert [(seq, age_s) for seq, _, _, age_s, _ in rows(one)] == [(1, 9.0), (3, 8.0)]
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
+from balancer.ledger import LoadLedger
+from cores.config import EngineConfig
 from cores.messages import (
     AddRequest,
     GroupOrder,
@@ -18,8 +21,12 @@ from cores.messages import (
     RankRecord,
     SchedulerStats,
 )  # fmt: skip
+from gateway.config import GatewayConfig
 from gateway.core_client.base import EngineDied
+from gateway.core_client.ranks import Ranks
 from gateway.errors import EngineDeadError, InvalidRequestError
+from gateway.event_log import SharedEventLog
+from gateway.launch.group_ledger import GroupLedger
 from tests.gateway.core_client.fake_group import FakeEngine, FakeGroup
 
 ZERO, ONE, TWO = RankId(0, 1), RankId(1, 1), RankId(2, 1)
@@ -36,14 +43,15 @@ def idle_words(group: FakeGroup) -> list[RankIdle]:
 
 async def test_a_draining_rank_gets_nothing_and_its_idleness_is_said_once_its_last_request_ends(group: FakeGroup) -> None:
     handle, _ = group.add_request(pinned_rank=0)
-    group.tell_state(RankRecord(0, 1, "draining"), READY[1])
+    draining, taken_back = RankRecord(0, 1, "draining", num_drain_orders=1), RankRecord(0, 1, "ready", num_drain_orders=2)
+    group.tell_state(draining, READY[1])
     await group.until(lambda: group.state(0) == "draining")
     assert [group.add_request()[1] for _ in range(4)] == [ONE] * 4
     assert idle_words(group) == []
     group.client.release([handle])
     await group.until(lambda: idle_words(group))
-    group.tell_state(RankRecord(0, 1, "draining"), READY[1])
-    group.tell_state(*READY)
+    group.tell_state(draining, READY[1])
+    group.tell_state(taken_back, READY[1])
     await group.until(lambda: group.state(0) == "ready")
     assert idle_words(group) == [RankIdle(0, ZERO)]
     assert kinds(group, 0) == ["ready", "drain", "drain"]
@@ -51,23 +59,50 @@ async def test_a_draining_rank_gets_nothing_and_its_idleness_is_said_once_its_la
 
 
 async def test_a_drain_is_one_event_however_often_it_is_told_and_whatever_we_think_of_the_rank(group: FakeGroup) -> None:
-    draining = RankRecord(2, 1, "draining")
+    draining = RankRecord(2, 1, "draining", num_drain_orders=1)
     for _ in range(3):  # it has not yet connected to us: to a front end that has started again, say
         group.tell_state(*READY, draining)
     await group.until(lambda: len(group.client.rank_statuses(0.0)) == 3)
     await group.begin_life(TWO)
     await group.until(lambda: group.state(2) == "draining")
-    for num_seen, state in enumerate(("draining", "draining", "ready", "ready", "draining")):
-        group.tell_state(*READY, RankRecord(2, 1, state, restarts=num_seen))
+    told = (("draining", 1), ("draining", 1), ("ready", 2), ("ready", 2), ("draining", 3))
+    for num_seen, (state, num_orders) in enumerate(told):
+        group.tell_state(*READY, RankRecord(2, 1, state, restarts=num_seen, num_drain_orders=num_orders))
         await group.until(lambda n=num_seen: group.client.rank_statuses(0.0)[2].restarts == n)
     texts = [event.text for event in group.client.events.events(0.0) if event.rank == 2 and event.kind == "drain"]
     no_more, again = "epoch 1 gets no new requests", "epoch 1 gets new requests again"
     assert texts == [no_more, again, no_more]
 
 
+async def test_a_drain_after_a_front_end_has_started_again_is_told_and_the_one_before_it_once(tmp_path: Path) -> None:
+    config = GatewayConfig(engine=EngineConfig(model="m"))
+
+    def start_front_end() -> Ranks:
+        def ignore(*_: object) -> None: ...
+
+        log = SharedEventLog(tmp_path / "events")
+        return Ranks(
+            config, 0, 1, LoadLedger(), lambda: 0.0, events=log,
+            put=ignore, tell_launcher=ignore, read_all=lambda: None, on_serving=ignore,
+        )  # fmt: skip
+
+    launcher = GroupLedger([0], max_restarts=3)
+    launcher.on_ready(launcher.begin(0))
+    front_end = start_front_end()
+    orders = [launcher.drain, launcher.undrain, launcher.drain]
+    for order in orders:
+        order(0)
+        front_end.on_group_state(launcher.snapshot())
+        front_end = start_front_end()
+        front_end.on_group_state(launcher.snapshot())
+    texts = [event.text for event in front_end.events.events(0.0) if event.kind == "drain"]
+    no_more, again = "epoch 1 gets no new requests", "epoch 1 gets new requests again"
+    assert texts == [no_more, again, no_more]
+
+
 async def test_an_end_by_order_is_no_death_and_blames_no_request(group: FakeGroup) -> None:
     handle, _ = group.add_request(pinned_rank=0)
-    group.tell_state(RankRecord(0, 1, "draining", is_leaving=True), READY[1])
+    group.tell_state(RankRecord(0, 1, "draining", is_leaving=True, num_drain_orders=1), READY[1])
     group.tell_state(RankRecord(0, 1, "dead", "restarted by an operator", restart_pending=True), READY[1])
     died = await group.received()
     assert died == EngineDied(ZERO, "restarted by an operator", is_blameless=True)
