@@ -68,7 +68,7 @@ def _draw(feed: StatusFeed, args: argparse.Namespace) -> int:
     with contextlib.suppress(KeyboardInterrupt):
         if args.once:
             uvloop.run(_read_once(feed, board))
-            show(console, board, ascii_only=ascii_only, now=time.monotonic())
+            show(console, board, ascii_only=ascii_only, now=time.monotonic(), is_once=True)
             sys.stdout.flush()
         elif console.is_terminal and not console.is_dumb_terminal and sys.stdout.isatty():
             ended_by = uvloop.run(_live(console, feed, args.interval, board, ascii_only=ascii_only))

@@ -51,6 +51,7 @@ class Board:
     def __init__(self, urls: Sequence[str]) -> None:
         self.endpoints = [Endpoint(url) for url in urls]
         self.history = History()
+        self.nodes: set[str] = set()  # all that ranks were ever seen on: of two, one may be lost
 
     def note(self, index: int, reading: Reading, now: float) -> None:
         """What a look at one endpoint gave."""
@@ -62,6 +63,7 @@ class Board:
 
     def _note_numbers(self, index: int, status: StatusSnapshot, now: float) -> None:
         note = self.history.note
+        self.nodes.update(rank.node for rank in status.ranks if rank.node)
         for rank in status.ranks:
             for name in RANK_SERIES:
                 note((name, index, rank.rank), getattr(rank, name), now)

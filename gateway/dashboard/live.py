@@ -24,9 +24,9 @@ ESCAPE_S = 0.05  # after which the first byte of a sequence was the escape key
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-def show(console: Console, board: Board, *, ascii_only: bool, now: float) -> None:
+def show(console: Console, board: Board, *, ascii_only: bool, now: float, is_once: bool = False) -> None:
     """One frame, as long as it gets."""
-    view = ViewState(width=console.width, ascii_only=ascii_only)
+    view = ViewState(width=console.width, ascii_only=ascii_only, is_once=is_once)
     console.print(render(board, view, now), end="", no_wrap=True, crop=False)
 
 

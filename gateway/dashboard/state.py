@@ -49,6 +49,7 @@ class ViewState:
     paused_s: float | None = None  # since when
     scroll: int = 0  # of the events' page
     interval_s: float = 1.0
+    is_once: bool = False  # nobody looks a second time
 
 
 def in_order(board: Board, view: ViewState) -> list[tuple[RankKey, RankStatus]]:
@@ -58,10 +59,10 @@ def in_order(board: Board, view: ViewState) -> list[tuple[RankKey, RankStatus]]:
 
 
 def by_node(board: Board, view: ViewState) -> list[tuple[str, list[tuple[RankKey, RankStatus]]]]:
-    """In order, under their nodes; one group without a name where there is one node, or the order is that of a number."""
+    """In order, under their nodes; one group without a name where there was never more than one, or the order is that of a
+    number."""
     rows = in_order(board, view)
-    nodes = sorted({rank.node for _, rank in rows if rank.node})
-    if len(nodes) < 2 or view.sort not in ("trouble", "rank") or view.reverse:
+    if len(board.nodes) < 2 or view.sort not in ("trouble", "rank") or view.reverse:
         return [("", rows)]
     groups: dict[str, list[tuple[RankKey, RankStatus]]] = {}
     for key, rank in rows:

@@ -162,7 +162,7 @@ class _Page:
         if endpoint.error is not None:
             line.add(" unreachable ", ALARM).add(" ").add(endpoint.url, BOLD).add(f" {endpoint.error}", RED)
             seen = f"seen {duration(self.now - endpoint.read_s)} ago" if status is not None else "never seen"
-            return line.right(f" {seen}, trying ", YELLOW)
+            return line.right(f" {seen} " if self.view.is_once else f" {seen}, trying ", YELLOW)
         if status is None:
             return line.add("connecting", DIM).add(f" {endpoint.url}")
         line.add(f" {status.state} ", STATE_STYLES.get(status.state, PLAIN) + Style(reverse=True, bold=True)).add(" ")
@@ -173,7 +173,9 @@ class _Page:
         balancer = status.balancer
         if balancer is not None and balancer.policy != "none":
             pieces.append((f"{balancer.policy}, {balancer.dispatch}", DIM))
-        pieces += [(text, DIM) for text in (endpoint.url, status.mode, f"gateway {status.version}") if text]
+        nodes = {rank.node for rank in status.ranks if rank.node}
+        node = f"node {nodes.pop()}" if len(nodes) == 1 else ""
+        pieces += [(text, DIM) for text in (endpoint.url, status.mode, node, f"gateway {status.version}") if text]
         return line.pieces(pieces, reserve=len(right) + 2).right(right + " ", YELLOW if note else DIM)
 
     def endpoint_note(self, endpoint: Endpoint) -> str:

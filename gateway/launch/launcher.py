@@ -238,7 +238,7 @@ class Launcher:
         match message:
             case EngineStarting() | EngineReady() | EngineAlive() if self._ranks.is_over(message.rank_id):
                 # Declared dead when its node was cut off, say, and heard again. Others compute what it had to do.
-                logger.warning("%s was declared dead and speaks: told to end", message.rank_id)
+                self._ranks.note_revenant(message.rank_id)
                 self._control.send(identity, Shutdown(0.0))
             case RankLog():
                 show(message)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import signal
@@ -171,14 +172,24 @@ class Endpoint:
             print(line, end="", flush=True)
             self.ready.set()
 
+    @property
+    def ended_in_order(self) -> bool:
+        """Somebody has told this one endpoint to end: for a rolling restart, say."""
+        return self.ended.exception() is None and self.ended.result() == 0
+
     def report(self) -> None:
+        if self.ended_in_order:
+            logger.info("the endpoint of rank %d has ended in order", self.rank)
+            return
         error = self.ended.exception()
         cause = str(error) if error else (self.child and self.child.describe_exit()) or "it ended without being asked to"
         logger.error("the endpoint of rank %d is gone: %s", self.rank, cause)
 
     def restart(self, now: float) -> bool:
-        """False if it may not: too often, or on a port that was picked for it and would be another one."""
-        delay_s = self._budget.take(now) if self.config.server.port else None
+        """False if it may not: too often, or on a port that was picked for it and would be another one. An end by order costs
+        nothing of what it may die."""
+        take = self._budget.take_free if self.ended_in_order else functools.partial(self._budget.take, now)
+        delay_s = take() if self.config.server.port else None
         if delay_s is None:
             return False
         logger.info("the endpoint of rank %d starts again in %g s", self.rank, delay_s)

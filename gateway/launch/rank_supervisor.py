@@ -89,6 +89,7 @@ class RankSupervisor:
         self._plan: RankPlan | None = None
         self._lives: dict[int, _Life] = {}
         self._tasks: dict[int, asyncio.Task[str]] = {}  # by rank
+        self._revenants: dict[int, RankId] = {}  # by rank: the last life that spoke after its end
         self._burials: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()  # replaced by a new one at every change
         self._retired = False
@@ -160,9 +161,10 @@ class RankSupervisor:
                     self._ledger.on_progress(message.rank_id, progress)
                     self._publish()
                 else:
-                    logger.info("%s, pid %d: %s", message.rank_id, pid, text)
-            case EngineReady(device=device):
-                logger.info("%s is ready on %s", message.rank_id, device)
+                    node = life.handle.node if life.handle is not None else "a node that is not known yet"
+                    logger.info("%s on %s, pid %d: %s", message.rank_id, node, pid, text)
+            case EngineReady(node=node, device=device):
+                logger.info("%s is ready on %s, %s", message.rank_id, node, device)
                 life.ready.set()
             case EngineCoreDead(cause=cause):
                 life.prove_death(cause or UNASKED_END)
@@ -178,6 +180,12 @@ class RankSupervisor:
         """Somebody who says that he is this life must end: it has been declared dead, and another one may serve already."""
         life = self._lives.get(rank_id.rank)
         return life is None or life.rank_id != rank_id or life.death.done()
+
+    def note_revenant(self, rank_id: RankId) -> None:
+        """One line for each such life, however much it has to say: what piled up on a broken line comes all at once."""
+        if self._revenants.get(rank_id.rank) != rank_id:
+            self._revenants[rank_id.rank] = rank_id
+            logger.warning("%s was declared dead and speaks: told to end", rank_id)
 
     def look_for_lost_nodes(self, now: float) -> None:
         """A node that is gone says so as little as the ranks on it. Ray will notice, but takes 15 s."""

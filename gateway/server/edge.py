@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 
 from aiohttp import ClientConnectionResetError, web
 from aiohttp.typedefs import Handler
 
-from gateway.errors import InvalidRequestError
+from gateway.errors import InvalidRequestError, OverloadedError
 from gateway.server.failure import Failure, to_failure
 from gateway.server.orca import FORMAT_HEADER, METRICS_HEADER, known_format
 from gateway.server.state import REQUEST_ID, STATE
@@ -86,9 +87,13 @@ def _authorize(request: web.Request) -> None:
 
 
 def _log(request: web.Request, failure: Failure, error: Exception) -> None:
-    """One line per failed request; a traceback only for our own bugs."""
+    """One line per failed request, but of those that are refused for want of room; a traceback only for our own bugs."""
     level = logging.ERROR if failure.is_bug else logging.WARNING if failure.status >= 500 else logging.INFO
     text = one_line(str(error) if failure.is_bug else failure.message)
+    if isinstance(error, OverloadedError):
+        num_untold = request.app[STATE].refusals.note(time.monotonic())
+        level = logging.DEBUG if num_untold is None else level
+        text += f"; {num_untold} more were refused since the last such line" if num_untold else ""
     logger.log(
         level, "request %s: %s %s failed: %d %s", request[REQUEST_ID], request.method, _path(request), failure.status, text,
         exc_info=error if failure.is_bug else None, extra={"request_id": request[REQUEST_ID]},

@@ -17,6 +17,7 @@ from gateway.front_end_board import FrontEndBoard, Posted, Report, whole_endpoin
 from gateway.metrics import RequestMetrics
 from gateway.server.auth import KeyRing
 from gateway.server.orca import OrcaReports
+from gateway.server.refusal_log import RefusalLog
 from gateway.stat_loggers import HttpTracer
 from gateway.status import StatusSnapshot
 from gateway.version import __version__
@@ -39,6 +40,7 @@ class ServerState:
     busy_connections: set[asyncio.BaseProtocol] = field(default_factory=set)  # those with a request under way
     started_s: float = field(default_factory=time.monotonic)
     _publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    refusals: RefusalLog = field(default_factory=RefusalLog)
     keys: KeyRing = field(init=False)
     orca: OrcaReports = field(init=False)
 

@@ -41,8 +41,16 @@ def test_every_line_of_a_json_log_is_an_object_and_says_who_wrote_it(serve: Serv
     assert any("ended by length" in line["message"] and line["rank"] in (0, 1) for line in of_request)
     assert any("failed: 400" in line["message"] for line in of_request)
     launchers = [line["message"] for line in lines if "process" not in line]
-    for text in ("starting ranks 0 to 1", "rank 1 (epoch 1) is ready on cpu", "rank 1 (epoch 1) died, its next life begins in",
-                 "rank 1 (epoch 2) is ready on cpu", "front end 0 serves as DPLBAsyncMPClient", "stopped"):  # fmt: skip
+    node = os.uname().nodename
+    for text in (
+        "starting ranks 0 to 1",
+        f"rank 1 (epoch 1) on {node}, pid ",
+        f"rank 1 (epoch 1) is ready on {node}, cpu",
+        "rank 1 (epoch 1) died, its next life begins in",
+        f"rank 1 (epoch 2) is ready on {node}, cpu",
+        "front end 0 serves as DPLBAsyncMPClient",
+        "stopped",
+    ):
         assert sum(message.startswith(text) for message in launchers) == 1, text
 
 

@@ -184,6 +184,17 @@ def test_ranks_of_several_nodes_are_grouped() -> None:
     assert "8/8 ready" in headings[2]
 
 
+def test_a_cluster_of_two_that_has_lost_one_still_says_on_which_node_its_ranks_are() -> None:
+    def on(node: str) -> Any:
+        return make_status(ranks=tuple(RankStatus(rank=i, epoch=1, state="ready", node=(node, "a")[i]) for i in range(2)))
+
+    board = make_board(on("b"))
+    board.note(0, Reading("http://h:8000", on("a")), NOW + 7)
+    headings = [line for line in draw(board, NOW + 8, width=120) if line.startswith("── node")]
+    assert [line.split("  ")[0] for line in headings] == ["── node a"]
+    assert "node a" in draw(make_board(on("a")), width=160)[0]  # one that looks later has never seen the other
+
+
 def test_each_order_is_the_one_it_says() -> None:
     board = board_at(8, SCENE_S, history_s=2)
     status = board.statuses[0]
@@ -204,6 +215,8 @@ def test_an_unreachable_endpoint_says_why_beside_those_that_answer() -> None:
     assert lines[0].startswith("0  unreachable  http://h:8000 Connection refused")
     assert lines[0].rstrip().endswith("never seen, trying")
     assert lines[1].startswith("1  degraded ")
+    once = draw(make_board("Connection refused"), width=100, height=None, is_once=True)
+    assert once[0].rstrip().endswith("never seen"), "nobody tries again"
 
 
 def test_ranks_of_several_endpoints_have_the_endpoint_in_their_names_only_where_they_need_it() -> None:

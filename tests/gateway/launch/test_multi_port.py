@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from cores.launch.local_processes import LocalProcessLauncher
 from gateway.config import ConfigError, GatewayConfig, ParallelConfig, ServerConfig
-from gateway.launch.multi_port import endpoint_configs
+from gateway.launch.multi_port import FIRST_BACKOFF_S, MAX_RESTARTS, Endpoint, endpoint_configs
 from gateway.launch.ranks import make_rank_launcher, ranks_on_node
 
 
@@ -64,3 +65,29 @@ def test_backend_chooses_the_rank_launcher(tmp_path: Path) -> None:
     config = make_config(1)
     mp = dataclasses.replace(config, parallel=ParallelConfig(data_parallel_backend="mp"))
     assert isinstance(make_rank_launcher(mp, tmp_path), LocalProcessLauncher)
+
+
+class RecordingEndpoint(Endpoint):
+    """Starts nothing: its lives are their exit codes."""
+
+    def start(self, delay_s: float = 0.0) -> None:
+        self.delays_s = [*getattr(self, "delays_s", []), delay_s]
+
+    async def ends_with(self, code: int) -> bool:
+        """Whether it may begin again."""
+
+        async def end() -> int:
+            return code
+
+        self.ended = asyncio.create_task(end())
+        await self.ended
+        return self.restart(now=0.0)
+
+
+async def test_a_rolling_restart_costs_nothing_of_what_an_endpoint_may_die() -> None:
+    config = endpoint_configs(make_config(2))[0]
+    endpoint = RecordingEndpoint(config, 2)
+    assert [await endpoint.ends_with(0) for _ in range(20)] == [True] * 20
+    assert endpoint.delays_s == [FIRST_BACKOFF_S] * 20
+    deaths = [await endpoint.ends_with(1) for _ in range(MAX_RESTARTS + 1)]
+    assert deaths == [True] * MAX_RESTARTS + [False]

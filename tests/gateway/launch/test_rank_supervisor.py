@@ -392,6 +392,17 @@ async def test_a_rank_that_ray_has_lost_waits_for_the_verdict_on_its_node(group:
     assert [record.state for record in group.states[num_states].ranks] == ["dead", "dead"]
 
 
+async def test_a_rank_that_is_heard_again_after_its_end_is_one_line_however_much_it_says(
+    group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    for epoch in (1, 2):
+        for _ in range(34):
+            group.supervisor.note_revenant(RankId(0, epoch))
+    assert [record.message for record in caplog.records] == [
+        f"rank 0 (epoch {epoch}) was declared dead and speaks: told to end" for epoch in (1, 2)
+    ]
+
+
 async def test_a_life_that_was_declared_dead_is_over_whatever_it_says(group: Group) -> None:
     await group.bring_up()
     assert not group.supervisor.is_over(RankId(0, 1))
