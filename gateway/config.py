@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -45,6 +46,10 @@ class ServerConfig:
         check_fields(self)
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together")
+        if not re.fullmatch(r"([a-zA-Z_:][a-zA-Z0-9_:]*)?", self.metrics_prefix):
+            raise ConfigError(
+                f"--metrics-prefix must be letters, digits, `_` and `:`, no digit first, got {self.metrics_prefix!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -165,6 +165,7 @@ def test_missing_config_file_is_named() -> None:
         (("serve", "m", "n"), "gateway serve: unexpected argument 'n'"),
         (("serve", "m", "-dp", "0"), "gateway serve: --data-parallel-size must be at least 1, got 0"),
         (("serve", "m", "-dp", "100000"), "gateway serve: --data-parallel-size must be at most 1024, got 100000"),
+        (("serve", "m", "--metrics-prefix", "a b"), "gateway serve: --metrics-prefix must be letters, digits"),
         (
             ("serve", "m", "-dp", "2", "--data-parallel-external-lb", "--data-parallel-rank", "2"),
             "gateway serve: --data-parallel-rank must be below --data-parallel-size (2), got 2",
