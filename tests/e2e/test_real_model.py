@@ -6,10 +6,11 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from gateway.models import resolve_model
 
@@ -19,6 +20,10 @@ ARGUMENTS = [
     "--engine-restarts", "0",
 ]  # fmt: skip
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+class Capital(BaseModel):
+    city: Literal["Paris", "London"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,6 +44,12 @@ def test_real_model_on_two_ray_actors_answers_streams_and_goes_on_when_a_rank_di
         assert fill_in(client, {"city": {"enum": ["Paris", "London"]}, "people": {"type": "integer", "minimum": 1}}) == "Paris"
         with pytest.raises(openai.BadRequestError, match=r"response_format: Invalid type: integerr"):
             fill_in(client, {"city": {"type": "integerr"}})
+
+        response = client.responses.parse(model="smollm2", input=CAPITAL[0]["content"], temperature=0, text_format=Capital)
+        assert response.output_parsed == Capital(city="Paris")
+        broken: Any = {"type": "json_schema", "name": "x", "schema": {"type": "integerr"}}
+        with pytest.raises(openai.BadRequestError, match=r"text\.format: Invalid type: integerr"):
+            client.responses.create(model="smollm2", input="Hi", text={"format": broken})
 
         undisturbed = tell_a_story(client, lambda: None)
         moved = tell_a_story(client, lambda: os.kill(server.rank(0)["pid"], signal.SIGKILL))
