@@ -134,7 +134,7 @@ def check_fields(config: Any) -> None:
     for f in dataclasses.fields(config):
         value, flag = getattr(config, f.name), "--" + f.name.replace("_", "-")
         choices = get_args(hints[f.name]) if get_origin(hints[f.name]) is Literal else f.metadata.get("choices")
-        if choices and value not in choices:
+        if choices and value is not None and value not in choices:
             raise ConfigError(f"{flag} must be one of {', '.join(map(str, choices))}, got {value!r}")
         low, high = f.metadata.get("min"), f.metadata.get("max")
         if value is not None and low is not None and not value >= low:

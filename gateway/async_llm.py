@@ -139,7 +139,7 @@ class AsyncLLM(EngineClient):
                 undo.callback(shutil.rmtree, own_run_directory, ignore_errors=True)
                 place = FrontEndPlace(run_directory=own_run_directory)
             config = dataclasses.replace(config, engine=with_absolute_paths(config.engine))
-            renderer = Renderer.from_directory(config.engine.model, config.server.chat_template)
+            renderer = Renderer.from_directory(config.engine.model, config.server.chat_template, config.server.marker_tokens)
             undo.callback(renderer.close)
             core_client = make_async_mp_client(config, place)
             undo.push_async_callback(core_client.shutdown)

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cores.config import ConfigError, EngineConfig, check_fields, opt, parse_lora_modules
+from gateway.parsers.choice import marker_tokens
+from gateway.parsers.reasoning import REASONING_PARSERS
+from gateway.parsers.tool_calls import TOOL_CALL_PARSERS
 
 __all__ = [
     "AdmissionConfig", "BalancerConfig", "ConfigError", "EngineConfig", "FaultConfig", "GatewayConfig",
@@ -30,6 +33,16 @@ class ServerConfig:
     ssl_certfile: str | None = opt(None, "TLS certificate, PEM")
     ssl_keyfile: str | None = opt(None, "TLS key, PEM")
     chat_template: str | None = opt(None, "file with a Jinja chat template; default: the model's own")
+    tool_call_parser: str | None = opt(
+        None,
+        f"how the model writes tool calls, which tool_choice auto needs: {', '.join(TOOL_CALL_PARSERS)}",
+        choices=tuple(TOOL_CALL_PARSERS),
+    )
+    reasoning_parser: str | None = opt(
+        None,
+        f"how the model marks its reasoning, which answers then show apart: {', '.join(REASONING_PARSERS)}",
+        choices=tuple(REASONING_PARSERS),
+    )
     dev_mode: bool = opt(
         False, "add the development routes, with which a caller can stop the engines; also GATEWAY_SERVER_DEV_MODE"
     )
@@ -50,6 +63,11 @@ class ServerConfig:
             raise ConfigError(
                 f"--metrics-prefix must be letters, digits, `_` and `:`, no digit first, got {self.metrics_prefix!r}"
             )
+
+    @property
+    def marker_tokens(self) -> tuple[str, ...]:
+        """What the parsers look for: text, even where the tokenizer calls it special."""
+        return marker_tokens(self.tool_call_parser, self.reasoning_parser)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,10 +54,12 @@ class Renderer:
         self._executor: ThreadPoolExecutor | None = None
 
     @classmethod
-    def from_directory(cls, path: str | Path, chat_template_file: str | None = None) -> Renderer:
-        """Raises `ConfigError` that names what is missing or broken."""
+    def from_directory(
+        cls, path: str | Path, chat_template_file: str | None = None, shown_tokens: tuple[str, ...] = ()
+    ) -> Renderer:
+        """`shown_tokens` as in `Tokenizer`. Raises `ConfigError` that names what is missing or broken."""
         directory = Path(path)
-        return cls(Tokenizer.from_directory(directory), _load_template(directory, chat_template_file))
+        return cls(Tokenizer.from_directory(directory, shown_tokens), _load_template(directory, chat_template_file))
 
     # --- chat ---------------------------------------------------------------------------------------------------------
 

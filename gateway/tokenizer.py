@@ -65,14 +65,19 @@ class Tokenizer:
         self._max_token_chars = self._longest_token() if self._tables and is_lossless else None
 
     @classmethod
-    def from_directory(cls, path: str | Path) -> Tokenizer:
-        """Raises `ConfigError` that names the file that is missing or cannot be read."""
+    def from_directory(cls, path: str | Path, shown_tokens: tuple[str, ...] = ()) -> Tokenizer:
+        """`shown_tokens` are special to nobody, whatever the file says: they are never left out.
+
+        Raises `ConfigError` that names the file that is missing or cannot be read.
+        """
         directory = Path(path)
         file = directory / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(f"model directory {str(directory)!r} has no tokenizer.json")
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
+            if any(token.special and token.content in shown_tokens for token in backend.get_added_tokens_decoder().values()):
+                backend = tokenizers.Tokenizer.from_str(_with_shown_tokens(backend.to_str(), shown_tokens))
         except Exception as error:  # the library raises bare Exception for a file that it cannot use
             raise ConfigError(f"{file} is not a tokenizer: {error}") from error
         config = read_json(directory / "tokenizer_config.json")
@@ -164,6 +169,14 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{file} must hold a JSON object, got {type(value).__name__}")
     return value
+
+
+def _with_shown_tokens(tokenizer: str, shown_tokens: tuple[str, ...]) -> str:
+    # The library has no call for it: what was added as special stays so.
+    document = json.loads(tokenizer)
+    for token in document["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in shown_tokens
+    return json.dumps(document)
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")

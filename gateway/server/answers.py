@@ -10,6 +10,7 @@ import msgspec
 
 from gateway.logprobs import PromptLogprobs
 from gateway.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from gateway.server.chat_message import AnswerForm
 from gateway.server.usage import UsageCounter
 
 LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
@@ -32,6 +33,7 @@ class Answer:
     # How many alternatives of each prompt token are shown: in front of the output's (with `echo`), and by themselves.
     echo_logprobs: int | None = None
     prompt_logprobs: int | None = None
+    form: AnswerForm | None = None  # of text that is more than content
 
     @property
     def num_choices(self) -> int:
@@ -81,11 +83,17 @@ def whole_answer(shape: ApiShape, answer: Answer, outputs: Sequence[RequestOutpu
 def _whole_choice(shape: ApiShape, answer: Answer, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
     prefix = answer.prefix_of(completion.index)
     positions = completion.logprobs
+    finish_reason = completion.finish_reason
+    if answer.form is None:
+        said = shape.whole_text(answer.role, prefix + completion.text)
+    else:
+        message, finish_reason = answer.form.whole_message(prefix, completion.text, finish_reason)
+        said = {"message": {"role": answer.role, **message}}
     choice = {
         "index": completion.index,
-        **shape.whole_text(answer.role, prefix + completion.text),
+        **said,
         "logprobs": None if positions is None else shape.logprobs(positions, len(prefix)),
-        "finish_reason": completion.finish_reason,
+        "finish_reason": finish_reason,
         "stop_reason": completion.stop_reason,
     }
     if answer.return_token_ids:

@@ -14,7 +14,7 @@ from aiohttp import ClientConnectionResetError, web
 from gateway.outputs import RequestOutput
 from gateway.server.answers import Answer, ApiShape, whole_answer
 from gateway.server.failure import Failure, to_failure
-from gateway.server.sse import StreamEncoder
+from gateway.server.sse import make_encoder
 from gateway.server.state import REQUEST_ID, STATE
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ async def respond(
     """Raises what `EngineClient.generate` raises, as long as nothing has been written. Cancelling it aborts."""
     async with aclosing(outputs):
         if stream:
-            return await write_stream(request, outputs, StreamEncoder(shape, answer))
+            return await write_stream(request, outputs, make_encoder(shape, answer))
         return await write_whole(outputs, partial(whole_answer, shape, answer))
 
 

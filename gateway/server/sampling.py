@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cores.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
+from cores.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams, StructuredOutputs
 from gateway.errors import InvalidRequestError
 from gateway.server.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from gateway.server.structured import to_structured_outputs
+from gateway.server.tools import forced_call
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for plain completions; chat goes on up to the model's length
 
@@ -32,11 +33,19 @@ def to_sampling_params(request: CompletionRequest | ChatCompletionRequest) -> Sa
         max_tokens=_max_tokens(request),
         logprobs=_num_logprobs(request),
         prompt_logprobs=_num_prompt_logprobs(request),
-        structured_outputs=to_structured_outputs(request),
+        structured_outputs=_structured_outputs(request),
         output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
     )
     params.verify()
     return params
+
+
+def _structured_outputs(request: CompletionRequest | ChatCompletionRequest) -> StructuredOutputs | None:
+    """A call that must be made leaves nothing to say that `response_format` could be about."""
+    call = forced_call(request) if isinstance(request, ChatCompletionRequest) else None
+    if call is not None and request.structured_outputs is not None:
+        raise InvalidRequestError("structured_outputs and a tool_choice that forces a call exclude each other", "tool_choice")
+    return call or to_structured_outputs(request)
 
 
 def _max_tokens(request: CompletionRequest | ChatCompletionRequest) -> int | None:
@@ -99,10 +108,6 @@ def _refuse_unsupported_completion(request: CompletionRequest) -> None:
 
 
 def _refuse_unsupported_chat(request: ChatCompletionRequest) -> None:
-    if request.tool_choice not in (None, "none", "auto"):
-        _refuse("tool_choice", request.tool_choice, "none")
-    if request.tools and request.tool_choice != "none":
-        raise InvalidRequestError('tools are not supported yet; allowed: no tools, or tool_choice "none"', "tools")
     if request.function_call not in (None, "none", "auto"):
         _refuse("function_call", request.function_call, "none")
     if request.functions and request.function_call != "none":

@@ -113,6 +113,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, frozen=True):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     functions: list[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
     chat_template: str | None = None

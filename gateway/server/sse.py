@@ -14,6 +14,7 @@ import msgspec
 from gateway.logprobs import PromptLogprobs
 from gateway.outputs import CompletionOutput, RequestOutput
 from gateway.server.answers import Answer, ApiShape, echoed_logprobs
+from gateway.server.chat_message import AnswerForm
 from gateway.server.failure import Failure
 
 DONE = b"data: [DONE]\n\n"
@@ -131,3 +132,30 @@ class StreamEncoder:
             top_level["usage"] = self._usage.to_document()
         rest = b"," + _to_json(top_level)[1:] if top_level else b"}"
         return start + b"," + _to_json(choice_fields)[1:] + b"]" + rest + b"\n\n"
+
+
+class ParsedStreamEncoder(StreamEncoder):
+    """The same, where text is more than content: each choice has a parser of its own."""
+
+    def __init__(self, shape: ApiShape, answer: Answer, form: AnswerForm) -> None:
+        super().__init__(shape, answer)
+        self._messages = [form.streamed_message() for _ in range(answer.num_choices)]
+
+    def _encode_completion(self, completion: CompletionOutput) -> bytes:
+        message = self._messages[completion.index]
+        delta = message.push(completion.text, is_last=completion.finish_reason is not None)
+        fields: dict[str, Any] = {"logprobs": None, "finish_reason": message.finish_reason(completion.finish_reason)}
+        if completion.logprobs is not None:
+            fields["logprobs"] = self._shape.logprobs(completion.logprobs, 0)
+        if completion.finish_reason is not None:
+            self._unfinished -= 1
+            fields["stop_reason"] = completion.stop_reason
+        if self._answer.return_token_ids:
+            fields["token_ids"] = completion.token_ids
+        if not delta and self._is_plain and completion.finish_reason is None and completion.logprobs is None:
+            return b""
+        return self._chunk(self._head + b'{"index":%d,"delta":%b' % (completion.index, _to_json(delta)), fields)
+
+
+def make_encoder(shape: ApiShape, answer: Answer) -> StreamEncoder:
+    return StreamEncoder(shape, answer) if answer.form is None else ParsedStreamEncoder(shape, answer, answer.form)

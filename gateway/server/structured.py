@@ -31,13 +31,13 @@ def _from_response_format(wanted: ResponseFormat) -> StructuredOutputs | None:
         case "text":
             return None
         case "json_object":
-            return _json(ANY_OBJECT, "response_format")
+            return json_outputs(ANY_OBJECT, "response_format")
         case "json_schema":
             if wanted.json_schema is None:
                 raise InvalidRequestError(
                     "response_format.json_schema is required for the type 'json_schema'", "response_format"
                 )
-            return _json(wanted.json_schema.schema, "response_format")
+            return json_outputs(wanted.json_schema.schema, "response_format")
     raise InvalidRequestError(
         f"response_format.type must be one of text, json_object, json_schema, got {wanted.type!r}", "response_format"
     )
@@ -52,9 +52,9 @@ def _from_fields(fields: StructuredOutputsFields) -> StructuredOutputs:
         )
     match given[0]:
         case "json":
-            return _json(_schema(fields.json), "structured_outputs", _spacing(fields))
+            return json_outputs(_schema(fields.json), "structured_outputs", _spacing(fields))
         case "json_object":
-            return _json(ANY_OBJECT, "structured_outputs", _spacing(fields))
+            return json_outputs(ANY_OBJECT, "structured_outputs", _spacing(fields))
         case "choice":
             return StructuredOutputs(StructuredOutputKind.CHOICE, msgspec.json.encode(fields.choice).decode())
         case name:
@@ -78,7 +78,8 @@ def _spacing(fields: StructuredOutputsFields) -> dict[str, Any]:
     return {} if fields.whitespace_pattern is None else {"whitespace_pattern": fields.whitespace_pattern}
 
 
-def _json(schema: dict[str, Any], param: str, options: dict[str, Any] | None = None) -> StructuredOutputs:
+def json_outputs(schema: dict[str, Any], param: str, options: dict[str, Any] | None = None) -> StructuredOutputs:
+    """`param` is the request's field that asked for it. Raises `InvalidRequestError`."""
     if options:
         schema = {**schema, "x-guidance": options}
     try:

@@ -50,6 +50,8 @@ def test_real_model_on_two_ray_actors_answers_streams_and_goes_on_when_a_rank_di
         broken: Any = {"type": "json_schema", "name": "x", "schema": {"type": "integerr"}}
         with pytest.raises(openai.BadRequestError, match=r"text\.format: Invalid type: integerr"):
             client.responses.create(model="smollm2", input="Hi", text={"format": broken})
+        assert call_a_tool(client, "required") == ("weather", ("Paris", "tool_calls"))
+        assert call_a_tool(client, {"type": "function", "function": {"name": "weather"}}) == ("weather", ("Paris", "stop"))
 
         undisturbed = tell_a_story(client, lambda: None)
         moved = tell_a_story(client, lambda: os.kill(server.rank(0)["pid"], signal.SIGKILL))
@@ -87,6 +89,22 @@ def fill_in(client: openai.OpenAI, properties: dict[str, Any]) -> str:
     assert value.keys() == properties.keys()
     assert answer.choices[0].finish_reason == "stop"
     return value["city"]
+
+
+def call_a_tool(client: openai.OpenAI, tool_choice: Any) -> tuple[str, tuple[str, str]]:
+    """(function, (its city, finish reason)) of the one call that a stream makes."""
+    city = {"type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"], "additionalProperties": False}
+    tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": city}}]
+    chunks = client.chat.completions.create(
+        model="smollm2", messages=CAPITAL, temperature=0, max_tokens=60, tools=tools, tool_choice=tool_choice,
+        parallel_tool_calls=False, stream=True,
+    )  # fmt: skip
+    name, arguments, reason = "", "", ""
+    for choice in (chunk.choices[0] for chunk in chunks):
+        for call in choice.delta.tool_calls or ():
+            name, arguments = name + (call.function.name or ""), arguments + (call.function.arguments or "")
+        reason = choice.finish_reason or reason
+    return name, (json.loads(arguments)["city"], reason)
 
 
 def ask(client: openai.OpenAI, rank: int | None, stream: bool) -> str:

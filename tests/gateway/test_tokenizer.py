@@ -31,6 +31,18 @@ def test_a_directory_gives_vocabulary_and_special_tokens(model_dir: Path) -> Non
     assert tokenizer.decode(tokenizer.encode("the café", False), True) == "the café"
 
 
+def test_a_token_that_a_parser_looks_for_is_not_left_out(model_dir: Path) -> None:
+    text = f"{IM_START}a{IM_END}"
+    for shown, expected in (((), "a"), ((IM_START, "no token"), f"{IM_START}a")):
+        tokenizer = Tokenizer.from_directory(model_dir, shown)
+        ids = tokenizer.encode(text, False)
+        assert (len(ids), tokenizer.decode(ids, True), tokenizer.decode(ids, False)) == (3, expected, text)
+        assert tokenizer.special_ids == {0, 1, 2} - {ids[0]} if shown else {0, 1, 2}
+        table = tokenizer.byte_table(True)
+        assert table is not None
+        assert table.texts[ids[0]] == (IM_START if shown else "")
+
+
 def test_eos_comes_from_the_token_when_no_file_gives_its_id(model_dir: Path) -> None:
     (model_dir / "generation_config.json").unlink()
     (model_dir / "config.json").write_text("{}")

@@ -15,6 +15,7 @@ from gateway.server.responding import respond
 from gateway.server.sampling import to_sampling_params
 from gateway.server.schema import BodyDecoder, ChatCompletionRequest
 from gateway.server.state import REQUEST_ID, STATE
+from gateway.server.tools import answer_form, check_tools
 
 routes = web.RouteTableDef()
 _decoder = BodyDecoder(ChatCompletionRequest)
@@ -27,12 +28,14 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, _decoder)
     model = state.resolve_model(body.model)
     engine.model_config.check_task("generate")
+    check_tools(body, state.config.server.tool_call_parser)
     params = to_sampling_params(body)
     routing = Routing.from_request(request, request_id)
     # Before the work of rendering and tokenizing, which an overloaded server cannot afford for nothing.
     engine.check_admission(params.n)
     prompt = await chat_prompt(body, engine)
     options = body.stream_options
+    form = answer_form(body, state.config.server, prompt.text or "", has_grammar=params.structured_outputs is not None)
     answer = Answer(
         id=f"chatcmpl-{request_id}",
         model=model,
@@ -45,6 +48,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         continuous_usage=bool(options and options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),
         prompt_logprobs=body.prompt_logprobs,
+        form=form,
     )
     outputs = generate(
         engine,

@@ -1,0 +1,196 @@
+"""Which parts of a text are tool calls.
+
+A call is a JSON object with a name and arguments. As soon as its beginning says both, the call begins, and its arguments come
+out as the model writes them; what is wrong with them from there on is the client's to see. An object that is written in another
+order comes out once it is complete, or as content if it is no call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from enum import Enum
+
+from gateway.parsers.json_scanner import Found, JsonScanner
+from gateway.parsers.markers import WHITE_SPACE, split_at_marker
+
+# Bounded, so that trying it with every piece of a text that never matches costs no more than the text.
+_HEAD = re.compile(
+    r'\{\s{0,64}"name"\s{0,64}:\s{0,64}"([^"\\]{1,256})"\s{0,64},\s{0,64}"(?:arguments|parameters)"\s{0,64}:\s{0,64}(?=\{)'
+)
+ARGUMENTS = ("arguments", "parameters")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallFormat:
+    """How a family of models writes calls: START call between call … END."""
+
+    start: str = ""  # the marker in front of calls
+    end: str = ""  # behind them
+    between: str = ""  # characters in front of a call, beside white space
+    is_bare: bool = False  # an answer may be a call from its beginning, without the marker
+
+
+TOOL_CALL_PARSERS = {
+    "hermes": ToolCallFormat("<tool_call>", "</tool_call>"),
+    "llama3_json": ToolCallFormat("<|python_tag|>", between=";", is_bare=True),
+    "mistral": ToolCallFormat("[TOOL_CALLS]", "]", between="[,"),
+}
+# What a grammar holds an answer to where a call is required: no model needs to know it.
+REQUIRED = ToolCallFormat("", "]", between="[,", is_bare=True)
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A piece of a call. Its first one has the name."""
+
+    index: int
+    name: str | None
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class CallsAndContent:
+    content: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+
+class _At(Enum):
+    CONTENT = "content"
+    CALLS = "calls"  # behind a marker or a call: where the next call may be
+    OBJECT = "object"  # in a call whose name is not known yet
+    ARGUMENTS = "arguments"
+    REST = "rest"  # behind the arguments, in the same object
+
+
+class ToolCallParser:
+    """Of one answer."""
+
+    def __init__(self, form: ToolCallFormat) -> None:
+        self._form = form
+        self._at = _At.CALLS if form.is_bare else _At.CONTENT
+        self._held = ""
+        self._opening: str | None = "" if form.is_bare else None  # since the marker, as long as no call came of it
+        self._is_behind_call = False  # and has seen nothing but white space since
+        self._num_calls = 0
+        self._scanner = JsonScanner()
+        self._num_scanned = 0
+
+    def push(self, text: str) -> CallsAndContent:
+        self._held += text
+        out = CallsAndContent()
+        step = {
+            _At.CONTENT: self._in_content, _At.CALLS: self._in_calls, _At.OBJECT: self._in_object,
+            _At.ARGUMENTS: self._in_arguments, _At.REST: self._in_rest,
+        }  # fmt: skip
+        while self._held and step[self._at](out):
+            pass
+        return out
+
+    def finish(self) -> CallsAndContent:
+        """No more text will come: what was held back for what might follow is content, unless it only closes calls."""
+        text, self._held = (self._opening or "") + self._held, ""
+        closes_calls = self._at is _At.CALLS and self._opening is None
+        return CallsAndContent("" if closes_calls else text)
+
+    # Each takes what it can from what is held, and says whether to go on.
+
+    def _in_content(self, out: CallsAndContent) -> bool:
+        if self._is_behind_call:
+            self._held = self._held.lstrip(WHITE_SPACE)
+            self._is_behind_call = not self._held
+        if not self._form.start:
+            out.content, self._held = out.content + self._held, ""
+            return False
+        before, marker, self._held = split_at_marker(self._held, self._form.start)
+        out.content += before
+        if not marker:
+            return False
+        self._at, self._opening, self._is_behind_call = _At.CALLS, marker, False
+        return True
+
+    def _in_calls(self, out: CallsAndContent) -> bool:
+        text, end = self._held.lstrip(WHITE_SPACE + self._form.between), self._form.end
+        if not text or (end != text and end.startswith(text)):
+            return False
+        if text.startswith("{"):
+            if self._opening is not None:
+                self._opening += self._held[: len(self._held) - len(text)]
+            self._at, self._held, self._scanner, self._num_scanned = _At.OBJECT, text, JsonScanner(), 0
+        elif self._opening is not None:
+            self._give_up(out, 0)
+        else:
+            self._at, self._is_behind_call, self._held = _At.CONTENT, True, text.removeprefix(end)
+        return True
+
+    def _in_object(self, out: CallsAndContent) -> bool:
+        if head := _HEAD.match(self._held):
+            self._begin_call(out, head[1])
+            self._at, self._held, self._scanner = _At.ARGUMENTS, self._held[head.end() :], JsonScanner(1)
+            return True
+        found, at = self._scanner.scan(self._held, self._num_scanned, 0)
+        self._num_scanned = at
+        if found is Found.NOTHING:
+            return False
+        call = _to_call(self._held[:at]) if found is Found.END else None
+        if call is None:
+            self._give_up(out, at)
+            return True
+        self._begin_call(out, *call)
+        self._at, self._held = _At.CALLS, self._held[at:]
+        return True
+
+    def _in_arguments(self, out: CallsAndContent) -> bool:
+        found, at = self._scanner.scan(self._held, 0, 1)
+        if at:
+            out.calls.append(CallDelta(self._num_calls - 1, None, self._held[:at]))
+        self._held = self._held[at:]
+        if found is not Found.NOTHING:
+            self._at = _At.REST if found is Found.END else _At.CALLS
+        return found is not Found.NOTHING
+
+    def _in_rest(self, out: CallsAndContent) -> bool:
+        found, at = self._scanner.scan(self._held, 0, 0)
+        self._held = self._held[at:]
+        if found is not Found.NOTHING:
+            self._at = _At.CALLS
+        return found is not Found.NOTHING
+
+    def _begin_call(self, out: CallsAndContent, name: str, arguments: str = "") -> None:
+        out.calls.append(CallDelta(self._num_calls, name, arguments))
+        self._num_calls += 1
+        self._opening = None
+
+    def _give_up(self, out: CallsAndContent, at: int) -> None:
+        """It is no call up to there: content, as it was written."""
+        out.content += (self._opening or "") + self._held[:at]
+        self._at, self._held, self._opening, self._is_behind_call = _At.CONTENT, self._held[at:], None, False
+
+
+def _to_call(text: str) -> tuple[str, str] | None:
+    """(name, arguments as JSON) of a whole object; None if it is no call."""
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    arguments = next((call[key] for key in ARGUMENTS if key in call), None)
+    if not (isinstance(call.get("name"), str) and call["name"] and isinstance(arguments, dict)):
+        return None
+    return call["name"], json.dumps(arguments, ensure_ascii=False)
+
+
+class NamedCallParser:
+    """An answer that a grammar holds to the arguments of one function."""
+
+    def __init__(self, name: str) -> None:
+        self._name: str | None = name
+
+    def push(self, text: str) -> CallsAndContent:
+        if not text:
+            return CallsAndContent()
+        name, self._name = self._name, None
+        return CallsAndContent(calls=[CallDelta(0, name, text)])
+
+    def finish(self) -> CallsAndContent:
+        return CallsAndContent()
