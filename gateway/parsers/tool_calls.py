@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass, field
 from enum import Enum
 
+from cores.sampling_params import is_text
 from gateway.parsers.json_scanner import Found, JsonScanner
 from gateway.parsers.markers import WHITE_SPACE, split_at_marker
 
@@ -177,7 +178,8 @@ def _to_call(text: str) -> tuple[str, str] | None:
     arguments = next((call[key] for key in ARGUMENTS if key in call), None)
     if not (isinstance(call.get("name"), str) and call["name"] and isinstance(arguments, dict)):
         return None
-    return call["name"], json.dumps(arguments, ensure_ascii=False)
+    found = call["name"], json.dumps(arguments, ensure_ascii=False)
+    return found if all(map(is_text, found)) else None
 
 
 class NamedCallParser:

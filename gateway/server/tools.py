@@ -30,11 +30,11 @@ def check_tools(request: ChatCompletionRequest, parser: str | None) -> None:
         return
     functions = _functions(request)
     if isinstance(choice, str) and choice not in ("auto", "required"):
-        raise InvalidRequestError(f"tool_choice must be {ALLOWED_CHOICES}, got {choice!r:.80}", "tool_choice")
+        raise InvalidRequestError(f"tool_choice must be {ALLOWED_CHOICES}, got {_shown(choice)}", "tool_choice")
     name = _named(request)
     if name is not None and name not in functions:
         known = ", ".join(map(repr, functions)) or "none"
-        raise InvalidRequestError(f"tool_choice names the function {name!r:.80}; tools has {known}", "tool_choice")
+        raise InvalidRequestError(f"tool_choice names the function {_shown(name)}; tools has {known}", "tool_choice")
     if choice == "required" and not functions:
         raise InvalidRequestError("tool_choice 'required' needs tools", "tool_choice")
     if functions and choice in (None, "auto") and parser is None:
@@ -58,7 +58,10 @@ def forced_call(request: ChatCompletionRequest) -> StructuredOutputs | None:
     if request.parallel_tool_calls is False:
         schema["maxItems"] = 1
     # References inside a function's schema count from its root, which is no longer the whole.
-    schema["$defs"] = {str(i): _moved(parameters, f"#/$defs/{i}") for i, parameters in enumerate(functions.values())}
+    try:
+        schema["$defs"] = {str(i): _moved(parameters, f"#/$defs/{i}") for i, parameters in enumerate(functions.values())}
+    except RecursionError:
+        raise InvalidRequestError("tools: a schema is nested too deeply", "tools") from None
     return json_outputs(schema, "tool_choice")
 
 
@@ -102,7 +105,7 @@ def _named(request: ChatCompletionRequest) -> str | None:
     function = choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if choice.get("type") != "function" or not isinstance(name, str):
-        raise InvalidRequestError(f"tool_choice must be {ALLOWED_CHOICES}, got {choice!r:.80}", "tool_choice")
+        raise InvalidRequestError(f"tool_choice must be {ALLOWED_CHOICES}, got {_shown(choice)}", "tool_choice")
     return name
 
 
@@ -113,19 +116,24 @@ def _functions(request: ChatCompletionRequest) -> dict[str, dict[str, Any]]:
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):
             raise InvalidRequestError(
-                f"tools[{i}] must be {{'type': 'function', 'function': {{'name': …}}}}, got {tool!r:.80}", "tools"
+                f"tools[{i}] must be {{'type': 'function', 'function': {{'name': …}}}}, got {_shown(tool)}", "tools"
             )
         name, parameters = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not 0 < len(name) <= 256:
             raise InvalidRequestError(
-                f"tools[{i}].function.name must be text of 1 to 256 characters, got {name!r:.80}", "tools"
+                f"tools[{i}].function.name must be text of 1 to 256 characters, got {_shown(name)}", "tools"
             )
         if parameters is not None and not isinstance(parameters, dict):
             raise InvalidRequestError(
-                f"tools[{i}].function.parameters must be a JSON schema of an object, got {parameters!r:.80}", "tools"
+                f"tools[{i}].function.parameters must be a JSON schema of an object, got {_shown(parameters)}", "tools"
             )
         functions[name] = ANY_ARGUMENTS | (parameters or {})
     return functions
+
+
+def _shown(value: Any) -> str:
+    """Text shortened, and of anything else its type: it may be of any depth."""
+    return f"{value!r:.80}" if isinstance(value, str) else type(value).__name__
 
 
 def _call_schema(name: str, number: int) -> dict[str, Any]:

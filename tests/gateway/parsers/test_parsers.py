@@ -69,6 +69,7 @@ def test_calls_are_found(name: str, text: str, content: str, calls: list[object]
         '<tool_call>{"name": "", "arguments": {}}</tool_call>',
         '<tool_call>{"name": 5, "arguments": {}}</tool_call> and more',
         '<tool_call>{"name": "f", "argum</tool_call>',
+        '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "f"}</tool_call>',
         '<tool_call>{"name": "f", }</tool_call>',
         '<tool_call>{"name": "f", "argu',
         "Hi <tool_call>\n",

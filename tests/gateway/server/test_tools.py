@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from cores.sampling_params import StructuredOutputKind
 from cores.testing import make_tiny_model_dir
 from gateway.config import ServerConfig
 from gateway.engine_client import ModelConfig
+from gateway.errors import InvalidRequestError
 from gateway.grammar_checker import GrammarChecker
 from gateway.server.sampling import to_sampling_params
 from gateway.server.schema import BodyDecoder, ChatCompletionRequest
+from gateway.server.tools import forced_call
 from gateway.testing import FakeRequest, Script, says
 
 WEATHER: Any = {
@@ -175,6 +178,16 @@ async def test_the_grammar_of_a_forced_call_compiles(tmp_path: Path, tool_choice
         await checker.check(wanted)
     finally:
         await checker.close()
+
+
+def test_a_schema_of_any_depth_is_refused_in_words() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(sys.getrecursionlimit()):
+        schema = {"items": schema}
+    for tool in ({"type": "function", "function": {"name": "f", "parameters": schema}}, {"type": "x", "function": schema}):
+        request = ChatCompletionRequest(messages=[], tools=[tool], tool_choice="required")
+        with pytest.raises(InvalidRequestError, match=r"nested too deeply|got dict"):
+            forced_call(request)
 
 
 @pytest.mark.parametrize(
