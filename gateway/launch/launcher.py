@@ -217,7 +217,8 @@ class Launcher:
     def _on_ticker_done(self, task: asyncio.Task[None]) -> None:
         """Without it the ranks of a lost node would look alive until Ray says otherwise."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.critical("lost nodes are not looked for any more", exc_info=error)
+            logger.critical("the launcher's ticker ended", exc_info=error)
+            self._fail(f"the launcher's ticker ended: {error!r}")
 
     async def _or_failure(self, awaited: Awaitable[T], timeout_s: float, what: str) -> T:
         task = asyncio.ensure_future(awaited)

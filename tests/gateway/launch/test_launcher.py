@@ -1,12 +1,45 @@
-"""Bounds of the launcher beside those of the processes that it ends."""
+"""The launcher itself: its clockwork, and its bounds beside those of the processes that it ends."""
 
 from __future__ import annotations
 
+import asyncio
+import tempfile
+from pathlib import Path
+
+import pytest
+import zmq.asyncio
+
+from cores.codec import encode
+from cores.messages import FrontEndHello, front_end_identity
 from gateway import stat_loggers
+from gateway.config import GatewayConfig
 from gateway.launch.front_end_process import DRAIN_MARGIN_S
+from gateway.launch.launcher import Launcher, StartError
 from gateway.server import app
+from tests.gateway.launch.fake_ranks import FakeRankLauncher
 
 SLACK_S = 3.0  # of a busy machine
+DEADLINE_S = 60.0
+
+
+async def test_a_launcher_that_looks_for_lost_nodes_no_more_ends_the_endpoint_with_the_cause() -> None:
+    def broken(now: float) -> None:
+        raise RuntimeError("a wheel is off")
+
+    with tempfile.TemporaryDirectory(prefix="gw-", dir="/tmp") as directory, zmq.asyncio.Context() as context:
+        launcher = Launcher(GatewayConfig(), FakeRankLauncher(), Path(directory))
+        launcher._ranks.look_for_lost_nodes = broken  # type: ignore[method-assign]
+        starting = asyncio.create_task(launcher.start())
+        with context.socket(zmq.DEALER) as front_end:
+            front_end.setsockopt(zmq.IDENTITY, front_end_identity(0))
+            front_end.connect(f"ipc://{directory}/control")
+            await front_end.send(encode(FrontEndHello(0, 1, "ipc://in", "ipc://out")))
+            async with asyncio.timeout(DEADLINE_S):
+                cause = await launcher.failure
+        assert cause == "the launcher's ticker ended: RuntimeError('a wheel is off')"
+        with pytest.raises(StartError, match="a wheel is off"):
+            await starting
+        await launcher.kill()
 
 
 def test_a_front_end_with_a_slow_reader_and_a_slow_stat_logger_ends_by_itself_before_it_is_killed() -> None:

@@ -6,65 +6,14 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from cores.config import EngineConfig, EngineLaunch, FrontEndAddress
-from cores.launch.interface import LaunchError, RankExit, RankHandle
+from cores.config import EngineConfig, FrontEndAddress
 from cores.messages import EngineAlive, EngineCoreDead, EngineReady, GroupState, RankDied, RankId
 from gateway.launch.group_ledger import GroupLedger
 from gateway.launch.rank_plan import RankPlan
 from gateway.launch.rank_supervisor import RankSupervisor
+from tests.gateway.launch.fake_ranks import FakeRank, FakeRankLauncher
 
 FRONT_END = FrontEndAddress(index=0, input_address="ipc://in", output_address="ipc://out")
-
-
-class FakeRank:
-    """A rank that lives until the test ends it."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid: int | None = pid
-        self.node = self.node_id = "here"
-        self.node_silent_s = 0.0
-        self.was_killed = False
-        self._end: asyncio.Future[RankExit] = asyncio.get_running_loop().create_future()
-
-    def lose(self, error: Exception) -> None:
-        """Whoever waits for its end will not be told."""
-        self._end.set_exception(error)
-
-    def end(self, cause: str, *, abrupt: bool = True, is_node_lost: bool = False) -> None:
-        if not self._end.done():
-            self._end.set_result(RankExit(cause, abrupt, is_node_lost))
-
-    async def wait(self) -> RankExit:
-        return await asyncio.shield(self._end)
-
-    async def kill(self) -> None:
-        self.was_killed = True
-        self.end("killed")
-
-
-class FakeRankLauncher:
-    def __init__(self) -> None:
-        self.launches: list[EngineLaunch] = []
-        self.lives: dict[RankId, FakeRank] = {}
-        self.refusal: str | None = None
-        self.refuse_with: Exception | None = None  # once; what no launcher should raise
-
-    host = "127.0.0.1"
-
-    async def open(self) -> None: ...
-
-    async def start(self, launch: EngineLaunch) -> RankHandle:
-        error, self.refuse_with = self.refuse_with, None
-        if error is not None:
-            raise error
-        if self.refusal is not None:
-            raise LaunchError(self.refusal)
-        self.launches.append(launch)
-        rank_id = RankId(launch.rank, launch.epoch)
-        self.lives[rank_id] = FakeRank(1000 + len(self.lives))
-        return self.lives[rank_id]
-
-    async def close(self) -> None: ...
 
 
 class LedgerWithBug(GroupLedger):
