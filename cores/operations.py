@@ -154,8 +154,8 @@ class Operations:
 
     @utility
     def commit_weights(self, directory: str, version: int) -> int:
-        if self._prepared != directory:
-            raise OperationRefusedError(f"no weights from {directory!r} are prepared")
+        if self._prepared != directory:  # nothing to refuse: the others have committed, and this one cannot
+            raise RuntimeError(f"no weights from {directory!r} are prepared")
         self._runner.commit_weights()
         self._prepared = None
         self._forget_kv()

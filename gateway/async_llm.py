@@ -362,10 +362,11 @@ class AsyncLLM(EngineClient):
         *args: Any,
         rank_ids: Sequence[RankId] | None = None,
         timeout_s: float | None = UTILITY_TIMEOUT_S,
+        insist: bool = False,
     ) -> int:
         if self.errored:
             raise self.dead_error
-        return await self.core_client.tell_ranks(method, *args, rank_ids=rank_ids, timeout_s=timeout_s)
+        return await self.core_client.tell_ranks(method, *args, rank_ids=rank_ids, timeout_s=timeout_s, insist=insist)
 
     async def order(self, action: str, *, rank: int = 0, size: int = 0, drain_timeout_s: float = 0.0) -> None:
         if self.errored:

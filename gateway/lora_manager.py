@@ -24,6 +24,7 @@ from cores.messages import RankId
 from gateway.errors import EngineDeadError, EngineGenerateError, InvalidRequestError, OverloadedError
 from gateway.lora_store import Adapters, LoraAdapter, LoraStore
 from gateway.models import absolute_path
+from gateway.shared_value import to_its_end
 from gateway.status import LoraStatus
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,6 @@ class LoraManager:
         self._store = store
         self._taken_names = frozenset(taken_names)
         self._timeout_s = timeout_s
-        self._changes: set[asyncio.Task[Any]] = set()  # the loop itself forgets tasks that nobody holds
 
     def find(self, name: str) -> LoraAdapter | None:
         return self._adapters().get(name)
@@ -153,10 +153,7 @@ class LoraManager:
             async with self._within_bounds(what_failed):
                 return await change()
 
-        task = asyncio.create_task(run(), name="adapter change")
-        self._changes.add(task)
-        task.add_done_callback(self._changes.discard)
-        return await asyncio.shield(task)
+        return await to_its_end(run())
 
     async def _tell(self, method: str, *args: Any) -> None:
         """What every living rank can do. One that dies of something else meanwhile gets it when it starts again."""

@@ -6,7 +6,6 @@ requests meanwhile, their own state says. What is to last is remembered in `Grou
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import logging
@@ -20,6 +19,7 @@ from gateway.config import MAX_RANKS
 from gateway.errors import EngineGenerateError, GatewayError, InvalidRequestError, OverloadedError
 from gateway.group_settings import MEMORY_TAGS, GroupSettings, GroupStore
 from gateway.models import absolute_path
+from gateway.shared_value import to_its_end
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +50,11 @@ class Operations(ABC):
         *args: Any,
         rank_ids: Sequence[RankId] | None = None,
         timeout_s: float | None = UTILITY_TIMEOUT_S,
+        insist: bool = False,
     ) -> int:
         """The same on these ranks, or on all that serve now, for what those that start again find in the group's settings: so
-        one that dies meanwhile is no error. Returns how many have done it."""
+        one that dies meanwhile is no error. Returns how many have done it. With `insist` it stands as soon as one has: those
+        that fail or do not answer are declared dead, and their next lives are restored from the settings."""
 
     @abstractmethod
     async def abort_queued(self) -> None:
@@ -93,8 +95,8 @@ class Operations(ABC):
             after = change(before)
             self.group.write(after)
         try:
-            await self.tell_ranks(method, *args, timeout_s=timeout_s)
-        except InvalidRequestError:  # refused, and so not done
+            await self.tell_ranks(method, *args, timeout_s=timeout_s, insist=True)
+        except GatewayError:  # refused, or nobody could
             async with self.group.locked():
                 if self.settings == after:
                     self.group.write(before)
@@ -108,12 +110,12 @@ class Operations(ABC):
         _check("mode", mode, PAUSE_MODES)
         # Waiting is bounded by the requests: each has a last token, and a rank that makes none is noticed.
         timeout_s = None if mode == "wait" else UTILITY_TIMEOUT_S
-        await self._change(GroupSettings.paused, "pause", mode, clear_cache, timeout_s=timeout_s)
+        await to_its_end(self._change(GroupSettings.paused, "pause", mode, clear_cache, timeout_s=timeout_s))
         if mode == "abort":  # now that no rank takes any of them
             await self.abort_queued()
 
     async def resume_generation(self) -> None:
-        await self._change(GroupSettings.resumed, "resume")
+        await to_its_end(self._change(GroupSettings.resumed, "resume"))
 
     async def is_paused(self) -> bool:
         return bool(await self.call_agreed("is_paused"))
@@ -124,7 +126,7 @@ class Operations(ABC):
         _check("level", level, SLEEP_LEVELS)
         _check("mode", mode, PAUSE_MODES)
         timeout_s = None if mode == "wait" else UTILITY_TIMEOUT_S
-        await self._change(lambda settings: settings.slept(level), "sleep", level, mode, timeout_s=timeout_s)
+        await to_its_end(self._change(lambda settings: settings.slept(level), "sleep", level, mode, timeout_s=timeout_s))
         if mode == "abort":
             await self.abort_queued()
 
@@ -132,7 +134,8 @@ class Operations(ABC):
         """Brings memory back, all of it without tags. Requests are welcome again when nothing sleeps any more."""
         for tag in tags or ():
             _check("tags", tag, MEMORY_TAGS)
-        await self._change(lambda settings: settings.woken(tags), "wake_up", None if tags is None else list(tags))
+        tags = None if tags is None else list(tags)
+        await to_its_end(self._change(lambda settings: settings.woken(tags), "wake_up", tags))
 
     async def is_sleeping(self) -> bool:
         return bool(await self.call_agreed("is_sleeping"))
@@ -144,28 +147,28 @@ class Operations(ABC):
         from then on: one more than before, if none is given.
 
         All ranks or none: each reads and checks them first, and only if all could, all change. Requests in flight go on with
-        the new weights, everything computed with the old ones forgotten.
+        the new weights, everything computed with the old ones forgotten. A caller that leaves does not undo it.
         """
         if version is not None and not 0 <= version < 2**63:
             raise InvalidRequestError(f"version must be from 0 to 2^63 - 1, got {version}", "version")
-        directory = absolute_path(directory)
+        return await to_its_end(self._update_weights(absolute_path(directory), version))
+
+    async def _update_weights(self, directory: str, version: int | None) -> int:
         # The lock keeps ranks that start again from serving before they know which weights it will be.
         async with self.group.locked():
-            version = self.settings.weight_version + 1 if version is None else version
-            await self._prepare_weights(directory)
-            self.group.write(self.settings.with_weights(directory, version))
-            await asyncio.shield(self.tell_ranks("commit_weights", directory, version))
+            before = self.settings
+            version = before.weight_version + 1 if version is None else version
+            try:
+                if await self.tell_ranks("prepare_weights", directory) == 0:
+                    raise OverloadedError("no rank is there to read the weights")
+                self.group.write(before.with_weights(directory, version))
+                await self.tell_ranks("commit_weights", directory, version, insist=True)
+            except BaseException:
+                self.group.write(before)
+                with contextlib.suppress(GatewayError):  # a second set of weights must not stay in every rank's memory
+                    await self.tell_ranks("discard_weights")
+                raise
         return version
-
-    async def _prepare_weights(self, directory: str) -> None:
-        try:
-            if await self.tell_ranks("prepare_weights", directory) == 0:
-                raise OverloadedError("no rank is there to read the weights")
-        except BaseException:
-            # Also when the caller has left: a second set of weights must not stay in every rank's memory.
-            with contextlib.suppress(GatewayError):
-                await asyncio.shield(self.tell_ranks("discard_weights"))
-            raise
 
     async def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         """Weights over a network, from a trainer: no engine here can. Those in a directory: `update_weights`."""

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -19,6 +19,7 @@ import msgspec
 
 LOCK_POLL_S = 0.01
 T = TypeVar("T")
+_changes: set[asyncio.Task[Any]] = set()  # the loop itself forgets tasks that nobody holds
 
 
 class ValueStore(Protocol[T]):
@@ -85,6 +86,14 @@ class SharedValue(Generic[T]):
                 yield
             finally:
                 os.close(fd)
+
+
+async def to_its_end(change: Coroutine[Any, Any, T]) -> T:
+    """A change goes on, with its lock, even if the caller leaves: ranks that were told of it do it."""
+    task = asyncio.create_task(change, name="change of a shared value")
+    _changes.add(task)
+    task.add_done_callback(_changes.discard)
+    return await asyncio.shield(task)
 
 
 def _try_lock(fd: int) -> bool:

@@ -350,7 +350,12 @@ class FakeEngineClient(EngineClient):
         return {rank.rank: result for rank in self.ranks}
 
     async def tell_ranks(
-        self, method: str, *args: Any, rank_ids: Sequence[RankId] | None = None, timeout_s: float | None = None
+        self,
+        method: str,
+        *args: Any,
+        rank_ids: Sequence[RankId] | None = None,
+        timeout_s: float | None = None,
+        insist: bool = False,
     ) -> int:
         return len(await self.call_utility_by_rank(method, *args, timeout_s=timeout_s))
 

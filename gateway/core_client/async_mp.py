@@ -37,7 +37,7 @@ from gateway.core_client.orders import Orders
 from gateway.core_client.rank import RankLife
 from gateway.core_client.rank_link import RankLink
 from gateway.core_client.ranks import Ranks
-from gateway.core_client.utility_calls import UtilityCalls, count_survivors
+from gateway.core_client.utility_calls import UtilityCalls, count_survivors, left_behind
 from gateway.embedded import EmbeddedLauncher, start_embedded_launcher
 from gateway.errors import EngineDeadError, InvalidRequestError
 from gateway.event_log import EventLog, make_event_log
@@ -255,11 +255,20 @@ class AsyncMPClient(EngineCoreClient):
         return await self._utilities.call(send, rank_ids, method, args, timeout_s)
 
     async def tell_ranks(
-        self, method: str, *args: Any, rank_ids: Sequence[m.RankId] | None = None, timeout_s: float | None = None
+        self,
+        method: str,
+        *args: Any,
+        rank_ids: Sequence[m.RankId] | None = None,
+        timeout_s: float | None = None,
+        insist: bool = False,
     ) -> int:
         rank_ids = self.serving if rank_ids is None else rank_ids
         calls = [self.call_utility_on([rank_id], method, *args, timeout_s=timeout_s) for rank_id in rank_ids]
-        return count_survivors(await asyncio.gather(*calls, return_exceptions=True))
+        results = dict(zip(rank_ids, await asyncio.gather(*calls, return_exceptions=True), strict=True))
+        for rank_id, error in left_behind(results).items() if insist else ():
+            self.ranks.declare_dead(rank_id, f"it did not do what others did: {error}")
+            del results[rank_id]
+        return count_survivors(list(results.values()))
 
     def on_utility_result(self, result: m.UtilityResult) -> None:
         self._utilities.on_result(result)

@@ -142,7 +142,12 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     async def tell_ranks(
-        self, method: str, *args: Any, rank_ids: Sequence[RankId] | None = None, timeout_s: float | None = None
+        self,
+        method: str,
+        *args: Any,
+        rank_ids: Sequence[RankId] | None = None,
+        timeout_s: float | None = None,
+        insist: bool = False,
     ) -> int:
         """See `Operations.tell_ranks`."""
 

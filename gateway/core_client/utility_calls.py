@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cores.messages import RankId, UtilityCall, UtilityResult
@@ -92,3 +92,12 @@ def count_survivors(results: Sequence[Any]) -> int:
         if not isinstance(error, EngineDeadError):
             raise error
     return len(results) - len(errors)
+
+
+def left_behind(results: Mapping[RankId, Any]) -> dict[RankId, BaseException]:
+    """Living ranks that could not do what another has done, and why. Nobody, if none has done it. One that refuses is well,
+    and as it was: with requests that cannot end, say."""
+    errors = {rank_id: result for rank_id, result in results.items() if isinstance(result, BaseException)}
+    if len(errors) == len(results):
+        return {}
+    return {rank_id: error for rank_id, error in errors.items() if not isinstance(error, EngineDeadError | InvalidRequestError)}

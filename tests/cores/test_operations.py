@@ -272,12 +272,18 @@ def test_weights_that_do_not_fit_change_nothing(rig: Rig) -> None:
 
 
 def test_only_prepared_weights_can_be_committed(rig: Rig) -> None:
-    assert "no weights from '/w' are prepared" in rig.refusal("commit_weights", "/w", 1)
+    def commit() -> str:
+        result = rig.begin("commit_weights", "/w", 1)
+        assert result is not None
+        assert not result.is_refusal
+        return str(result.error)
+
+    assert "no weights from '/w' are prepared" in commit()
     rig.call("prepare_weights", "/w")
     rig.call("discard_weights")
-    assert "prepared" in rig.refusal("commit_weights", "/w", 1)
+    assert "prepared" in commit()
     rig.call("prepare_weights", "/other")
-    assert "prepared" in rig.refusal("commit_weights", "/w", 1)
+    assert "prepared" in commit()
 
 
 def test_sleeping_weights_are_not_replaced(rig: Rig) -> None:

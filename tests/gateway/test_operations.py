@@ -24,20 +24,31 @@ class Ranks(Operations):
     def __init__(self, **results: Any) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.timeouts: list[float | None] = []
+        self.insisted: list[str] = []
+        self.gates: dict[str, asyncio.Event] = {}  # what is answered once it is set
         self.results = results
         self.group: GroupStore = OwnValue()
 
     async def call_utility_by_rank(self, method: str, *args: Any, timeout_s: float | None = 1.0) -> dict[int, Any]:
         self.calls.append((method, *args))
         self.timeouts.append(timeout_s)
+        if method in self.gates:
+            await self.gates[method].wait()
         result = self.results.get(method)
         if isinstance(result, Exception):
             raise result
         return result if isinstance(result, dict) else {0: result, 3: result}
 
     async def tell_ranks(
-        self, method: str, *args: Any, rank_ids: Sequence[RankId] | None = None, timeout_s: float | None = 1.0
+        self,
+        method: str,
+        *args: Any,
+        rank_ids: Sequence[RankId] | None = None,
+        timeout_s: float | None = 1.0,
+        insist: bool = False,
     ) -> int:
+        if insist:
+            self.insisted.append(method)
         return len(await self.call_utility_by_rank(method, *args, timeout_s=timeout_s))
 
     async def abort_queued(self) -> None:
@@ -127,12 +138,51 @@ async def test_what_operators_did_is_remembered_for_ranks_that_start_again() -> 
     assert ranks.calls[-1] == ("restore", dataclasses.asdict(expected))
 
 
-async def test_what_the_ranks_refuse_is_not_remembered() -> None:
-    ranks = Ranks(resume=InvalidRequestError("rank 0 (epoch 1): it sleeps"))
+@pytest.mark.parametrize(
+    "error",
+    [InvalidRequestError("rank 0 (epoch 1): it sleeps"), EngineGenerateError("resume was not done within 600 s on rank 0")],
+)
+async def test_what_no_rank_does_is_not_remembered(error: Exception) -> None:
+    ranks = Ranks(resume=error)
     await ranks.pause_generation()
-    with pytest.raises(InvalidRequestError, match="it sleeps"):
+    with pytest.raises(type(error), match="rank 0"):
         await ranks.resume_generation()
     assert ranks.settings.is_paused
+
+
+async def test_ranks_that_do_not_do_what_lasts_are_left_to_their_next_lives() -> None:
+    ranks = Ranks()
+    await ranks.pause_generation()
+    await ranks.update_weights("/w")
+    await ranks.restore_rank(RankId(3, 2))
+    await ranks.resume_generation()
+    assert ranks.insisted == ["pause", "commit_weights", "resume"]
+
+
+async def test_a_caller_that_leaves_while_weights_are_committed_lets_nobody_in_before_they_are() -> None:
+    ranks = Ranks()
+    committed = ranks.gates["commit_weights"] = asyncio.Event()
+    updating = asyncio.create_task(ranks.update_weights("/w", 7))
+    while len(ranks.calls) < 2:
+        await asyncio.sleep(0)
+    updating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await updating
+    restoring = asyncio.create_task(ranks.restore_rank(RankId(3, 2)))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert [call[0] for call in ranks.calls] == ["prepare_weights", "commit_weights"]
+    committed.set()
+    await restoring
+    assert ranks.calls[2] == ("restore", dataclasses.asdict(GroupSettings(weights_directory="/w", weight_version=7)))
+
+
+async def test_weights_that_no_rank_commits_are_not_what_a_rank_starts_with() -> None:
+    ranks = Ranks(commit_weights=EngineGenerateError("commit_weights was not done within 600 s"))
+    with pytest.raises(EngineGenerateError, match="commit_weights was not done"):
+        await ranks.update_weights("/w", 7)
+    assert [call[0] for call in ranks.calls] == ["prepare_weights", "commit_weights", "discard_weights"]
+    assert ranks.settings == GroupSettings()
 
 
 async def test_a_rank_is_restored_before_or_after_a_change_and_not_within() -> None:

@@ -18,9 +18,11 @@ from cores.messages import (
     RankRecord,
     RankSuspected,
     SchedulerStats,
+    UtilityCall,
+    UtilityResult,
 )
 from gateway.core_client.base import EngineDied, EngineFailed, RanksChanged
-from gateway.errors import EngineDeadError, EngineGenerateError, OverloadedError
+from gateway.errors import EngineDeadError, EngineGenerateError, InvalidRequestError, OverloadedError
 from tests.gateway.core_client.fake_group import DEADLINE_S, FakeGroup
 
 ZERO, ONE = RankId(0, 1), RankId(1, 1)
@@ -212,6 +214,43 @@ async def test_a_restarted_rank_that_cannot_be_prepared_is_dead_and_its_launcher
     await group.begin_life(RankId(0, 2))
     await group.until(lambda: RankDied(RankId(0, 2), f"it could not be prepared: {error}") in group.said)
     assert group.state(0) == "dead"
+
+
+async def answer(group: FakeGroup, rank: int, error: str | None = None, *, is_refusal: bool = False) -> None:
+    call = await group.engines[rank].command()
+    assert isinstance(call, UtilityCall)
+    await group.engines[rank].say(UtilityResult(RankId(rank, 1), call.call_id, error=error, is_refusal=is_refusal))
+    result = await group.received()
+    assert isinstance(result, UtilityResult)
+    group.client.on_utility_result(result)
+
+
+async def test_a_rank_that_could_not_pause_when_another_did_serves_nobody_any_more(group: FakeGroup) -> None:
+    pausing = asyncio.create_task(group.client.tell_ranks("pause", insist=True))
+    await answer(group, 0)
+    await answer(group, 1, "out of memory")
+    assert await pausing == 1
+    cause = "it did not do what others did: rank 1 (epoch 1): out of memory"
+    await group.until(lambda: RankDied(ONE, cause) in group.said)
+    assert (group.state(0), group.state(1)) == ("ready", "dead")
+
+
+async def test_a_rank_that_refuses_what_another_does_lives_on(group: FakeGroup) -> None:
+    pausing = asyncio.create_task(group.client.tell_ranks("pause", "wait", insist=True))
+    await answer(group, 0)
+    await answer(group, 1, "called off by another pause", is_refusal=True)
+    with pytest.raises(InvalidRequestError, match="called off"):
+        await pausing
+    assert (group.state(0), group.state(1)) == ("ready", "ready")
+
+
+async def test_what_no_rank_could_do_is_an_error_and_costs_no_rank_its_life(group: FakeGroup) -> None:
+    waking = asyncio.create_task(group.client.tell_ranks("wake_up", insist=True))
+    await answer(group, 0, "out of memory")
+    await answer(group, 1, "out of memory")
+    with pytest.raises(EngineGenerateError, match="out of memory"):
+        await waking
+    assert (group.state(0), group.state(1)) == ("ready", "ready")
 
 
 async def test_a_request_for_a_rank_that_has_hung_up_is_not_on_the_books(group: FakeGroup) -> None:
