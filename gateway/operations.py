@@ -19,7 +19,7 @@ from gateway.config import MAX_RANKS
 from gateway.errors import EngineGenerateError, GatewayError, InvalidRequestError, OverloadedError
 from gateway.group_settings import MEMORY_TAGS, GroupSettings, GroupStore
 from gateway.models import absolute_path
-from gateway.shared_value import to_its_end
+from gateway.shared_value import LockTimeoutError, to_its_end
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,13 @@ class Operations(ABC):
 
     async def restore_rank(self, rank_id: RankId) -> None:
         """Before it takes requests: makes a rank that has started again what the others are."""
-        async with self.group.locked():
+        async with contextlib.AsyncExitStack() as held:
+            try:
+                await held.enter_async_context(self.group.locked())
+            except LockTimeoutError as error:
+                # A stopped front end must not keep it from serving here. Weights that one still commits, it gets when that
+                # one restores it in turn, or dies of: it has prepared none.
+                logger.warning("%s is restored as the group is now: %s", rank_id, error)
             if self.settings != GroupSettings():
                 await self.tell_ranks("restore", dataclasses.asdict(self.settings), rank_ids=[rank_id])
 

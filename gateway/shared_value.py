@@ -17,9 +17,16 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
+from gateway.errors import EngineGenerateError
+
 LOCK_POLL_S = 0.01
+LOCK_TIMEOUT_S = 120.0
 T = TypeVar("T")
 _changes: set[asyncio.Task[Any]] = set()  # the loop itself forgets tasks that nobody holds
+
+
+class LockTimeoutError(EngineGenerateError):
+    """Whoever holds the lock is stopped, or much slower than others can wait."""
 
 
 class ValueStore(Protocol[T]):
@@ -54,8 +61,9 @@ class OwnValue(Generic[T]):
 class SharedValue(Generic[T]):
     """One file and one lock beside it. `kind` is the value's type, for the decoder."""
 
-    def __init__(self, path: Path, kind: Any) -> None:
+    def __init__(self, path: Path, kind: Any, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
         self._path = path
+        self._lock_timeout_s = lock_timeout_s
         self._lock = asyncio.Lock()
         self._decoder = msgspec.json.Decoder(kind)
         self._value: T | None = None
@@ -77,15 +85,20 @@ class SharedValue(Generic[T]):
 
     @contextlib.asynccontextmanager
     async def locked(self) -> AsyncIterator[None]:
-        """Among processes by the file's lock, which a process that dies gives back; within this one by an ordinary lock."""
-        async with self._lock:
-            fd = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        """Among processes by the file's lock, which a process that dies gives back; within this one by an ordinary lock.
+        Raises `LockTimeoutError`: one that is stopped gives back nothing."""
+        async with contextlib.AsyncExitStack() as held:
             try:
-                while not _try_lock(fd):  # noqa: ASYNC110  another process holds it: no event says when it lets go
-                    await asyncio.sleep(LOCK_POLL_S)
-                yield
-            finally:
-                os.close(fd)
+                async with asyncio.timeout(self._lock_timeout_s):
+                    await held.enter_async_context(self._lock)
+                    fd = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+                    held.callback(os.close, fd)
+                    while not _try_lock(fd):  # noqa: ASYNC110  another process holds it: no event says when it lets go
+                        await asyncio.sleep(LOCK_POLL_S)
+            except TimeoutError:
+                what = f"another change of {self._path.stem} has not ended after {self._lock_timeout_s:g} s"
+                raise LockTimeoutError(f"{what}: a front end may be stopped") from None
+            yield
 
 
 async def to_its_end(change: Coroutine[Any, Any, T]) -> T:

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from cores.messages import RankId
 from gateway.errors import EngineGenerateError, InvalidRequestError, OverloadedError
 from gateway.group_settings import GroupSettings, GroupStore
 from gateway.operations import Operations
-from gateway.shared_value import OwnValue
+from gateway.shared_value import OwnValue, SharedValue
 
 
 class Ranks(Operations):
@@ -194,6 +195,23 @@ async def test_a_rank_is_restored_before_or_after_a_change_and_not_within() -> N
         assert ranks.calls == []
     await restoring
     assert [call[0] for call in ranks.calls] == ["restore"]
+
+
+async def test_a_rank_that_restarts_serves_although_a_stopped_front_end_holds_the_lock(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks, path = Ranks(), tmp_path / "group.json"
+    ranks.group = SharedValue(path, GroupSettings, lock_timeout_s=0.02)
+    stopped: GroupStore = SharedValue(path, GroupSettings)
+    async with stopped.locked():
+        stopped.write(GroupSettings(is_paused=True))
+        await ranks.restore_rank(RankId(3, 2))
+        assert [call[0] for call in ranks.calls] == ["restore"]
+        with pytest.raises(EngineGenerateError, match=r"another change of group has not ended after 0\.02 s"):
+            await ranks.resume_generation()
+    assert "a front end may be stopped" in caplog.text
+    await ranks.resume_generation()
+    assert not ranks.settings.is_paused
 
 
 async def test_the_error_told_is_the_first_one() -> None:
