@@ -69,7 +69,7 @@ def test_unix_socket_serves_and_its_file_is_removed(marked: MarkedRun, simulated
 
 def test_signal_while_ranks_are_loading_ends_it_with_code_0(marked: MarkedRun, simulated: list[str]) -> None:
     serve = marked.start(*simulated, "fault=stall_at_step=0", "-dp", "2", "--port", "0")
-    marked.until_log_has("rank 0 (epoch 1), pid ")
+    marked.until_log_has("rank 0 (epoch 1) on ")
     serve.terminate()
     assert serve.wait(END_TIMEOUT_S) == 0
     assert marked.leftovers() == []

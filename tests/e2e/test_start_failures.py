@@ -99,8 +99,8 @@ def test_kill_9_while_rank_1_of_2_loads_ends_the_start_with_its_cause_and_leaves
     failing: FailingServe, simulated: list[str]
 ) -> None:
     serve = failing.marked.start(*simulated, "fault=stall_at_step=0", "-dp", "2", "--port", "0")
-    failing.marked.until_log_has("rank 1 (epoch 1), pid ")
-    found = re.search(r"rank 1 \(epoch 1\), pid (\d+): loading", failing.marked.log())
+    failing.marked.until_log_has("rank 1 (epoch 1) on ")
+    found = re.search(r"rank 1 \(epoch 1\) on \S+, pid (\d+): loading", failing.marked.log())
     assert found is not None
     os.kill(int(found[1]), signal.SIGKILL)
     assert serve.wait(10 * KILLED_START_S) == 1

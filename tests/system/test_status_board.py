@@ -186,7 +186,7 @@ def test_the_board_outlives_its_server_and_finds_the_next_one(
 def test_a_start_shows_how_far_it_is_on_a_terminal(screen: Screen, simulated: list[str]) -> None:
     words = [sys.executable, "-m", "gateway", "serve", *simulated, "fault=stall_at_step=0", "-dp", "2", "--port", "0"]
     screen.type("clear; " + shlex.join(words))
-    screen.until(lambda text: "rank 0 (epoch 1), pid" in text and "starting tiny  0/2 ranks ready" in text, "its progress")
+    screen.until(lambda text: "rank 0 (epoch 1) on " in text and "starting tiny  0/2 ranks ready" in text, "its progress")
     lines = screen.text().rstrip().splitlines()
     assert lines[-1].startswith("starting tiny  0/2 ranks ready"), "log lines stand above it"
     screen.keys("C-c")
