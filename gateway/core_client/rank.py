@@ -12,6 +12,8 @@ from gateway.status import LifeCounters, Lives, RankStatus
 
 MIN_RATE_INTERVAL_S = 0.4  # a heartbeat comes every 0.5 s, more or less
 
+MAX_RATE_AGE_S = 2.0
+
 
 @dataclass(slots=True)
 class RateMeter:
@@ -27,6 +29,10 @@ class RateMeter:
         elif now - self.at_s >= MIN_RATE_INTERVAL_S:
             self.per_s = (value - self.value) / (now - self.at_s)
             self.value, self.at_s = value, now
+
+    def rate(self, now: float) -> float:
+        """0 when nothing has been said for a while: a rank that is silent is not as fast as it was."""
+        return self.per_s if self.at_s is not None and now - self.at_s <= MAX_RATE_AGE_S else 0.0
 
 
 @dataclass(slots=True)
@@ -138,8 +144,8 @@ class Rank:
             kv_cache_usage=round(load.kv_cache_usage, 4),
             prefix_cache_hit_rate=round(stats.prefix_cache_hits / max(1, stats.prefix_cache_queries), 4),
             queued_tokens=load.num_prefill_tokens,
-            prompt_tokens_per_s=round(self.prompt_rate.per_s, 1),
-            generation_tokens_per_s=round(self.generation_rate.per_s, 1),
+            prompt_tokens_per_s=round(self.prompt_rate.rate(now), 1),
+            generation_tokens_per_s=round(self.generation_rate.rate(now), 1),
             step_ms=round(load.step_ms, 3),
             prefill_speed_tokens_per_s=round(load.prefill_tokens_per_s, 1),
             decode_speed_tokens_per_s=round(load.decode_tokens_per_s, 1),

@@ -222,7 +222,7 @@ class RankTable:
         style = STATE_STYLES.get(rank.state, PLAIN)
         line.add(self._glyphs.selected if is_selected else " ", BOLD)
         line.add(self.name(key).rjust(self._name_width) + " ", BOLD_RED if rank.state in ("dead", "stalled") else PLAIN)
-        state = clip(rank.state, STATE_WIDTH, self._glyphs)
+        state = clip(rank.state or "?", STATE_WIDTH, self._glyphs)
         line.add(state, style).add(" " * max(0, STATE_WIDTH - cell_len(state)))
         if rank.state in TOLD_STATES:
             self._tell(line, key, rank)

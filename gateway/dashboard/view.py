@@ -168,14 +168,14 @@ class _Page:
         line.add(f" {status.state} ", STATE_STYLES.get(status.state, PLAIN) + Style(reverse=True, bold=True)).add(" ")
         note = self.endpoint_note(endpoint)
         right = note or f"up {duration(status.uptime_s)}"
-        line.pieces([(status.model, BOLD), *self.rank_states(index, status.ranks)], reserve=len(note) + 1 if note else 0)
+        line.pieces([(status.model or "?", BOLD), *self.rank_states(index, status.ranks)], reserve=len(note) + 1 if note else 0)
         pieces = [("", PLAIN)]
         balancer = status.balancer
         if balancer is not None and balancer.policy != "none":
             pieces.append((f"{balancer.policy}, {balancer.dispatch}", DIM))
         nodes = {rank.node for rank in status.ranks if rank.node}
         node = f"node {nodes.pop()}" if len(nodes) == 1 else ""
-        pieces += [(text, DIM) for text in (endpoint.url, status.mode, node, f"gateway {status.version}") if text]
+        pieces += [(text, DIM) for text in (endpoint.url, status.mode, node, f"gateway {status.version or '?'}") if text]
         return line.pieces(pieces, reserve=len(right) + 2).right(right + " ", YELLOW if note else DIM)
 
     def endpoint_note(self, endpoint: Endpoint) -> str:
@@ -203,7 +203,7 @@ class _Page:
             numbers = by_state[state]
             names = ",".join(map(str, numbers[:4])) + (f",+{len(numbers) - 4}" if len(numbers) > 4 else "")
             style = STATE_STYLES.get(state, PLAIN)
-            pieces.append((f"{state}: {names}", BOLD_RED if style is ALARM else style))
+            pieces.append((f"{state or '?'}: {names}", BOLD_RED if style is ALARM else style))
         return pieces
 
     def rates(self) -> Line:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from balancer.rank_health import RankHealth
 from cores.messages import RankId, SchedulerStats
-from gateway.core_client.rank import Rank, RankLife, RateMeter
+from gateway.core_client.rank import MAX_RATE_AGE_S, Rank, RankLife, RateMeter
 from gateway.status import NUM_LIVES_KEPT, Lives
 
 
@@ -59,3 +59,12 @@ def test_rate_is_of_the_last_interval_and_starts_anew_when_the_counter_does() ->
     assert meter.per_s == 100.0
     meter.read(3, 1.2)
     assert meter.per_s == 0.0
+
+
+def test_a_rank_that_has_fallen_silent_shows_no_tokens_per_second() -> None:
+    rank = Rank(make_life(1))
+    rank.on_stats(SchedulerStats(), now=1.0)
+    rank.on_stats(SchedulerStats(num_generation_tokens=100, num_prompt_tokens=50), now=2.0)
+    for now, generated, prompt in ((2.5, 100.0, 50.0), (2.0 + MAX_RATE_AGE_S + 0.1, 0.0, 0.0)):
+        status = rank.status(now, ledger_tokens=0)
+        assert (status.generation_tokens_per_s, status.prompt_tokens_per_s) == (generated, prompt)

@@ -304,3 +304,11 @@ def test_a_selected_rank_that_is_gone_falls_back_to_the_board() -> None:
     assert any(
         line.startswith("rank state") for line in draw(make_board(make_status()), height=24, page="detail", selected=(0, 9))
     )
+
+
+def test_what_an_older_server_leaves_out_is_a_question_mark_and_no_gap() -> None:
+    ranks = (RankStatus(rank=0, epoch=1, state="ready"), RankStatus(rank=1, epoch=0, state=""))
+    lines = draw(make_board(make_status(state="degraded", model="", version="", ranks=ranks, balancer=None)), width=120)
+    assert lines[0].startswith(" degraded  ? · 1/2 ready · ?: 1 · ")
+    assert "gateway ?" in lines[0]
+    assert any(line.startswith("   1 ?  ") for line in lines)
