@@ -62,3 +62,18 @@ def test_every_alert_has_its_page_of_the_runbook_and_every_page_its_alert() -> N
 
 def test_states_are_those_of_the_status_document() -> None:
     assert set(RANK_STATES) == {state.value for state in RankState}
+
+
+def test_no_two_panels_of_the_board_have_one_place_or_one_id() -> None:
+    """Grafana moves such panels, or shows one of them only."""
+    panels = BOARD["panels"]
+    places = [
+        (x, y)
+        for place in (panel["gridPos"] for panel in panels)
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(places) == len(set(places))
+    assert all(0 <= x < 24 for x, _ in places)
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert {query["datasource"]["uid"] for panel in panels for query in panel.get("targets", [])} == {"${datasource}"}
