@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-# The same examples in every run, and no limit on their wall-clock time: a busy machine fails no test.
-# No check that a clock decides, as of how long an example takes to make: on a busy machine it fails.
+# The same examples in every run, and no limit on the wall-clock time that they take or that making them takes: a busy machine
+# fails no test.
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repeatable")
 
