@@ -184,7 +184,9 @@ def main() -> int:
         print(f"nodes: {', '.join(cluster.nodes)}. To serve, in another terminal:\n")
         print(f"  {shlex.join(['env', *variables, *serve, '-dp', '2', '--engine', 'simulated'])}\n")
         print("Its addresses exist in the namespaces only, so whoever asks must be there, too:\n")
-        print(f"  {shlex.join(cluster.inside(HEAD, [sys.executable, '-m', 'gateway', 'status']))}\n")
+        print(f"  {shlex.join(cluster.inside(HEAD, [sys.executable, '-m', 'gateway', 'status']))}")
+        print(f"  {shlex.join(cluster.inside(HEAD, ['curl', '-s', 'http://127.0.0.1:8000/ready']))}\n")
+        print("The token in a command line, where all can see it, and the path to Python are for this demonstration only.\n")
         _obey(cluster, args.cpus)
     return 0
 

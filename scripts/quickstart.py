@@ -65,9 +65,11 @@ def main() -> int:
             answer += piece
             print(piece, end="", flush=True)
         print("\n", flush=True)
+        status = f"{Path(sys.executable).with_name('gateway')} status --url {url}"
         if args.check:
+            print(f"With --check the server ends now. While it runs: {status}", flush=True)
             return 0 if "Paris" in answer else 1
-        print(f"The server runs on. Try: gateway status --url {url}    (Ctrl-C ends it)", flush=True)
+        print(f"The server runs on. Try: {status}    (Ctrl-C ends it)", flush=True)
         return server.wait()
     except KeyboardInterrupt:
         return 0

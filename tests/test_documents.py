@@ -1,13 +1,18 @@
-"""What the documents say of tests: each named one is there."""
+"""What the documents say of tests, and of flags: each test that is named is there, each flag that is there is named."""
 
 from __future__ import annotations
 
+import argparse
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from gateway.cli import Parser, bench, serve
+
 ROOT = Path(__file__).resolve().parents[1]
+FOR_USERS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS = ["ARCHITECTURE.md", "THREAT_MODEL.md"]
 _TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
@@ -26,3 +31,21 @@ def test_every_failure_has_its_test() -> None:
     rows = [line for line in section.splitlines() if line.startswith("| ")][2:]
     assert len(rows) > 10
     assert [row.split("|")[1].strip() for row in rows if not _TEST.search(row.rsplit("|", 2)[1])] == []
+
+
+@pytest.mark.parametrize("command", [serve, bench])
+def test_every_flag_is_in_a_document_for_users(command: object) -> None:
+    named = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", "\n".join(path.read_text() for path in FOR_USERS)))
+    subparsers = Parser(prog="gateway").add_subparsers(parser_class=Parser)
+    command.add_parser(subparsers)  # type: ignore[attr-defined]
+    (parser,) = subparsers.choices.values()
+    flags = [action for action in parser._actions if action.option_strings and not isinstance(action, argparse._HelpAction)]
+    assert len(flags) > 10
+    assert [action.option_strings[0] for action in flags if named.isdisjoint(action.option_strings)] == []
+
+
+def test_asking_the_test_script_for_help_sets_nothing_up() -> None:
+    asked = ["env", "PYTHON=/nowhere/python", str(ROOT / "scripts/test"), "tests/cores", "--help"]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True)
+    assert "tests/cores tests/gateway tests/balancer" in done.stdout
+    assert done.stderr == ""

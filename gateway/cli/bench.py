@@ -29,7 +29,8 @@ from gateway.cli.status import DEFAULT_URL, URL_FORMS, base_url
 from gateway.exit_codes import EXIT_FAILED, EXIT_USAGE
 
 DEFAULT_NUM_PROMPTS = 100
-DESCRIPTION = "Sends streaming requests and measures time to first token, inter-token latency, end-to-end time and throughput."
+DESCRIPTION = """Sends streaming requests and measures time to first token, inter-token latency, end-to-end time and throughput.
+--rate or --concurrency is required; only a --dataset may come without them, at its own times."""
 EPILOG = "exit status: 0 all requests completed, 1 some failed, 2 nothing could be measured"
 
 

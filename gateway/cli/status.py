@@ -22,7 +22,7 @@ from gateway.dashboard.terminal import Terminal
 from gateway.endpoint_url import UNIX_PREFIX, socket_path
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-URL_FORMS = "http://HOST:PORT or unix:PATH"
+URL_FORMS = "http[s]://HOST:PORT or unix:PATH"
 EPILOG = "exit status: 0 all ranks ready, 1 degraded (some rank is not ready), 2 an endpoint is unreachable or dead"
 
 
