@@ -80,8 +80,9 @@ class Terminal:
             self._console.print(frame, end="", crop=False, no_wrap=True, width=width)
         lines = capture.get().split("\n")[:-1]
         is_whole = len(lines) != len(self._shown)
+        # Erased before it is written: after a line as wide as the window, an erasure would take its last character.
         changed = [
-            f"\x1b[{number};1H{line}\x1b[0m" + ("\x1b[K" if len(line) < width else "")
+            f"\x1b[{number};1H\x1b[K{line}\x1b[0m"
             for number, line in enumerate(lines, 1)
             if is_whole or line != self._shown[number - 1]
         ]
