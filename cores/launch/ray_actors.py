@@ -41,7 +41,7 @@ from cores.config import EngineLaunch, from_plain, to_plain
 from cores.launch.interface import LaunchError
 from cores.launch.rank_environment import Machine, memory_variables, thread_variables, threads_per_rank
 from cores.launch.rank_log import LogPipe, LogRelay
-from cores.launch.ray_calls import END_TIMEOUT_S, in_thread, kill_actor, summary
+from cores.launch.ray_calls import END_TIMEOUT_S, in_thread, kill_actor
 from cores.launch.ray_cluster import EmbeddedRayCluster
 from cores.launch.ray_head import HeadWatch
 from cores.launch.ray_nodes import (
@@ -57,6 +57,7 @@ from cores.launch.ray_nodes import (
     time_for_process_s,
 )
 from cores.launch.ray_rank import RayRank
+from cores.launch.ray_summary import summary
 from cores.log import set_up_logging
 from cores.log_queue import drain_stderr, unblock_stderr
 from cores.messages import RankId

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ import ray
 from ray.exceptions import RayError
 
 from cores.launch.interface import LaunchError
+from cores.launch.ray_summary import summary
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +25,6 @@ T = TypeVar("T")
 
 END_TIMEOUT_S = 10.0
 NODE_ENDED_TIMEOUT_S = 1.0  # for Ray's word about a node, while requests wait for a rank's death to be told
-
-MAX_SUMMARY = 300  # characters
-_NAMING = re.compile(r"\t\w+: ")  # lines of Ray's that say which actor
 
 
 async def in_thread(call: Callable[[], T], timeout_s: float, what: str) -> T:
@@ -61,17 +58,6 @@ async def in_thread(call: Callable[[], T], timeout_s: float, what: str) -> T:
         if isinstance(error, LaunchError):
             raise
         raise LaunchError(f"{what} failed: {summary(str(error))}") from error
-
-
-def summary(text: str) -> str:
-    """Ray's error texts are paragraphs; the facts are in the last sentence, but for its guesses. The rest is for DEBUG."""
-    logger.debug("Ray says: %s", text)
-    detail = text.rpartition("Worker exit detail: ")[2] if "Worker exit detail: " in text else text
-    lines = [line for line in detail.splitlines() if line.strip() and not _NAMING.match(line)]
-    # The first line says that an actor died, which is known.
-    facts = lines[1:] if len(lines) > 1 and lines[0].startswith("The actor died") else lines
-    plain = " ".join(" ".join(facts).partition(" Some common causes include")[0].split())
-    return plain if len(plain) <= MAX_SUMMARY else plain[:MAX_SUMMARY].rsplit(" ", 1)[0] + " …"
 
 
 async def is_in_cluster(node_id: str) -> bool:

@@ -14,8 +14,9 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 
 from cores.launch.interface import RankExit
 from cores.launch.rank_log import LogPipe
-from cores.launch.ray_calls import END_TIMEOUT_S, is_in_cluster, kill_actor, summary
+from cores.launch.ray_calls import END_TIMEOUT_S, is_in_cluster, kill_actor
 from cores.launch.ray_nodes import Node, NodeWatch, answers
+from cores.launch.ray_summary import summary
 
 GONE_TIMEOUT_S = 5.0
 LOST_NODE_S = 2.0  # without an answer: what it is asked to do, it will not say that it has done
