@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -31,6 +32,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     deselected = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
     config.hook.pytest_deselected(items=deselected)
     items[:] = [item for item in items if item not in deselected]
+
+
+def pytest_collection_finish() -> None:
+    """Ray reads its token when it is imported: a test file that imports it makes every later join of that process fail."""
+    assert "ray" not in sys.modules, "a test file imports ray, or a module that does, at its top"
 
 
 @pytest.fixture(autouse=True)

@@ -57,16 +57,11 @@ class StructuredOutputsFields(Struct, frozen=True, forbid_unknown_fields=True):
     disable_fallback: bool | None = None
 
 
-class GenerationRequest(Struct, kw_only=True, frozen=True):
-    """What chat and plain completions have in common."""
+class SamplingRequest(Struct, kw_only=True, frozen=True):
+    """What every request for text may have, under the same name on each route."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Int | None = None
-    best_of: Int | None = None
-    max_tokens: Int | None = None
-    min_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None
@@ -79,18 +74,28 @@ class GenerationRequest(Struct, kw_only=True, frozen=True):
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    min_tokens: Int | None = None
     skip_special_tokens: bool | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
-    prompt_logprobs: Int | None = None
     priority: Int | None = None
     cache_salt: str | None = None
+    structured_outputs: StructuredOutputsFields | None = None
+
+
+class GenerationRequest(SamplingRequest, kw_only=True, frozen=True):
+    """What chat and plain completions have in common."""
+
+    stream_options: StreamOptions | None = None
+    n: Int | None = None
+    best_of: Int | None = None
+    max_tokens: Int | None = None
+    prompt_logprobs: Int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputsFields | None = None
     # Known, and refused with a clear error where they ask for something: see `sampling`.
     use_beam_search: bool | None = None
     truncate_prompt_tokens: Int | None = None

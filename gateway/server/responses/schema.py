@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from gateway.server.schema import Int, Positive, Seed, StructuredOutputsFields, TokenId
+from gateway.server.schema import Int, Positive, SamplingRequest
 
 
 class TextFormat(Struct, frozen=True, omit_defaults=True):
@@ -30,18 +30,14 @@ class ReasoningFields(Struct, frozen=True):
     generate_summary: str | None = None
 
 
-class ResponsesRequest(Struct, kw_only=True, frozen=True):
-    """OpenAI's fields, then vLLM's."""
+class ResponsesRequest(SamplingRequest, kw_only=True, frozen=True):
+    """OpenAI's fields, besides those that all routes have."""
 
     input: str | list[dict[str, Any]]
-    model: str | None = None
     instructions: str | None = None
     max_output_tokens: Positive | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: Int | None = None
     include: list[str] | None = None
-    stream: bool | None = None
     text: TextFields | None = None
     metadata: dict[str, str] | None = None
     # Told to whoever runs the model, or about what is billed: echoed, and without effect here.
@@ -60,23 +56,4 @@ class ResponsesRequest(Struct, kw_only=True, frozen=True):
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
-    # vLLM's.
-    top_k: Int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: Seed | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Int | None = None
-    skip_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: list[str] | None = None
-    priority: Int | None = None
-    cache_salt: str | None = None
-    structured_outputs: StructuredOutputsFields | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -11,17 +11,11 @@ from cores.sampling_params import InvalidParameterError
 from gateway.chat_messages import MAX_MESSAGES, content_text
 from gateway.errors import InvalidRequestError
 from gateway.server.responses.schema import ResponsesRequest, TextFormat
-from gateway.server.schema import ChatCompletionRequest, JsonSchemaFormat, ResponseFormat
+from gateway.server.schema import ChatCompletionRequest, JsonSchemaFormat, ResponseFormat, SamplingRequest
 
 LOGPROBS = "message.output_text.logprobs"
 # Templates know "system" for what OpenAI calls "developer".
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-_SAME_NAME = (
-    "model", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
-    "skip_special_tokens", "logit_bias", "allowed_token_ids", "bad_words", "priority", "cache_salt", "structured_outputs",
-    "chat_template_kwargs",
-)  # fmt: skip
 # What chat calls otherwise, where an error may name it.
 _RENAMED = {
     "messages": "input",
@@ -43,7 +37,8 @@ def to_chat_request(request: ResponsesRequest) -> ChatCompletionRequest:
         logprobs=wants_logprobs,
         top_logprobs=request.top_logprobs if wants_logprobs else None,
         response_format=_response_format(request),
-        **{name: getattr(request, name) for name in _SAME_NAME},
+        chat_template_kwargs=request.chat_template_kwargs,
+        **{name: getattr(request, name) for name in SamplingRequest.__struct_fields__},
     )
 
 
