@@ -15,13 +15,13 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from typing import Any
 
 from cores.messages import RankId
 from cores.pooling_params import PoolingParams
-from cores.sampling_params import SamplingParams
+from cores.sampling_params import SamplingParams, is_int
 from gateway.admission import Admission, OneFrontEnd, Usage, UsageSlots
 from gateway.client_status import snapshot_of
 from gateway.config import GatewayConfig
@@ -255,8 +255,9 @@ class AsyncLLM(EngineClient):
         self, prompt: Prompt, sampling_params: SamplingParams, options: RequestOptions
     ) -> AsyncGenerator[RequestOutput, None]:
         self.model_config.check_task("generate")
-        self.check_admission(num_sequences=0)
-        processed = await self.input_processor.process(prompt, sampling_params, options.tokenization_kwargs)
+        # What is no number is refused by `process` before it awaits anything.
+        with self.preparing(sampling_params.n if is_int(sampling_params.n) else 0):
+            processed = await self.input_processor.process(prompt, sampling_params, options.tokenization_kwargs)
         with self.sender.in_flight(processed, options) as collector:
             finished = False
             while not finished:
@@ -303,8 +304,8 @@ class AsyncLLM(EngineClient):
             trace_headers=self._kept(trace_headers),
         )  # fmt: skip
         self.model_config.check_task("embed")
-        self.check_admission(num_sequences=0)
-        processed = await self.input_processor.process_pooling(prompt, pooling_params)
+        with self.preparing():
+            processed = await self.input_processor.process_pooling(prompt, pooling_params)
         with self.sender.in_flight(processed, options) as collector:
             output = await collector.get()
         yield to_pooling_output(output)
@@ -326,6 +327,12 @@ class AsyncLLM(EngineClient):
         if refusal is not None:
             self.admission.num_rejected += isinstance(refusal, OverloadedError)
             raise refusal
+
+    @contextmanager
+    def preparing(self, num_sequences: int = 1) -> Iterator[None]:
+        self.check_admission(num_sequences=0)
+        with self.sender.preparing(num_sequences):
+            yield
 
     def refusal(self, num_sequences: int = 1, num_tokens: int = 0) -> BaseException | None:
         if self.errored:

@@ -43,6 +43,9 @@ class ServerConfig:
         f"how the model marks its reasoning, which answers then show apart: {', '.join(REASONING_PARSERS)}",
         choices=tuple(REASONING_PARSERS),
     )
+    enable_force_include_usage: bool = opt(
+        False, "every chunk of a stream says how many tokens there are, whether or not it was asked for: for proxies that count"
+    )
     dev_mode: bool = opt(
         False, "add the development routes, with which a caller can stop the engines; also GATEWAY_SERVER_DEV_MODE"
     )

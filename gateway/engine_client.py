@@ -6,6 +6,7 @@ import os
 import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -190,6 +191,11 @@ class EngineClient(Operations):
     @abstractmethod
     def check_admission(self, num_sequences: int = 1, num_tokens: int = 0) -> None:
         """Raises `OverloadedError` when a request of that size would be refused, `EngineDeadError` when errored."""
+
+    @abstractmethod
+    def preparing(self, num_sequences: int = 1) -> AbstractContextManager[None]:
+        """What `check_admission` does, and holds the places while a request's prompts are rendered and tokenized. Without it a
+        burst would pass the check together, and be refused when all the work is done. `generate` takes its places itself."""
 
     @abstractmethod
     def refusal(self, num_sequences: int = 1, num_tokens: int = 0) -> BaseException | None:

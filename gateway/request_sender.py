@@ -70,6 +70,7 @@ class RequestSender:
         self.num_requests = 0
         self.num_expired = 0  # requests that had no token by their deadlines
         self.on_sent: Callable[[EngineCoreRequest, str | None], None] | None = None  # for the log: the request and its text
+        self._num_preparing = 0  # sequences that hold places and whose prompts are not tokenized yet
         self._core_client = core_client
         self._outputs = outputs
         self._failover = failover
@@ -79,8 +80,19 @@ class RequestSender:
 
     @property
     def usage(self) -> Usage:
-        """What is in flight here."""
-        return Usage(self._outputs.num_unfinished, self._core_client.num_unreported_tokens)
+        """What is in flight here, or about to be."""
+        return Usage(self._outputs.num_unfinished + self._num_preparing, self._core_client.num_unreported_tokens)
+
+    @contextlib.contextmanager
+    def preparing(self, num_sequences: int) -> Iterator[None]:
+        """Holds their places while their prompts are made ready. Raises `OverloadedError` where there are none."""
+        reported_tokens = self._core_client.num_reported_tokens
+        self._admission.admit(self.usage, Usage(num_sequences), self._clock(), reported_tokens=reported_tokens)
+        self._num_preparing += num_sequences
+        try:
+            yield
+        finally:
+            self._num_preparing -= num_sequences
 
     @contextlib.contextmanager
     def in_flight(self, processed: ProcessedInput, options: RequestOptions) -> Iterator[RequestOutputCollector]:

@@ -9,7 +9,8 @@ import asyncio
 import random
 from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -235,6 +236,7 @@ class FakeEngineClient(EngineClient):
         self.requests: list[FakeRequest] = []
         self.aborted: list[str] = []
         self.overload: OverloadedError | None = None  # what `check_admission` and `generate` raise
+        self.num_preparing = 0  # sequences whose prompts are being made ready
         self.death: EngineDeadError | None = None
         self.group: GroupStore = OwnValue()
         self.utility_calls: list[tuple[Any, ...]] = []  # (method, arguments …)
@@ -334,6 +336,15 @@ class FakeEngineClient(EngineClient):
         refusal = self.refusal()
         if refusal is not None:
             raise refusal
+
+    @contextmanager
+    def preparing(self, num_sequences: int = 1) -> Iterator[None]:
+        self.check_admission(num_sequences)
+        self.num_preparing += num_sequences
+        try:
+            yield
+        finally:
+            self.num_preparing -= num_sequences
 
     def refusal(self, num_sequences: int = 1, num_tokens: int = 0) -> BaseException | None:
         return self.death or self.overload

@@ -194,13 +194,17 @@ def add_flags(parser: argparse.ArgumentParser, settings: Settings) -> None:
         )
 
 
+# A flag that is given twice adds to the first: `--api-key A --api-key B` must not lock A out without a word.
+_LIST: dict[str, Any] = {"nargs": "+", "action": "extend"}
+
+
 def _style(setting: Setting) -> dict[str, Any]:
     if setting.hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     if setting.hint is SimulatedConfig:
-        return {"nargs": "+", "metavar": "KEY=VALUE"}
+        return _LIST | {"metavar": "KEY=VALUE"}
     if get_origin(setting.hint) is tuple:
-        return {"nargs": "+", "metavar": setting.metadata.get("metavar", setting.field.rsplit("_", 1)[-1].upper())}
+        return _LIST | {"metavar": setting.metadata.get("metavar", setting.field.rsplit("_", 1)[-1].upper())}
     choices = get_args(setting.hint) if get_origin(setting.hint) is Literal else ()
     metavar = "{" + ",".join(choices) + "}" if choices else {int: "N", float: "X"}.get(setting.hint, "TEXT")
 

@@ -5,6 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.outputs import RequestOutput
+from gateway.server.schema import StreamOptions
+
+
+def shows_usage(options: StreamOptions | None, *, is_forced: bool) -> tuple[bool, bool]:
+    """Whether a stream has it at its end, and in every chunk."""
+    if is_forced or options is None:
+        return is_forced, is_forced
+    return bool(options.include_usage), bool(options.continuous_usage_stats)
 
 
 class UsageCounter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
 import socket
 import threading
@@ -35,15 +36,17 @@ def ranks(url: str) -> list[dict[str, Any]]:
     return rows
 
 
-def begin_endless_request(url: str) -> None:
-    """A request that outlives the test, in flight when this returns."""
-    threading.Thread(target=_swallow, args=(url,), daemon=True).start()
+def begin_endless_request(url: str) -> queue.Queue[requests.Response]:
+    """A request that outlives the test, in flight when this returns. Where its answer will be, if there is one."""
+    answers: queue.Queue[requests.Response] = queue.Queue()
+
+    def ask() -> None:
+        with contextlib.suppress(requests.RequestException):  # the server is ended under it
+            answers.put(complete(url, max_tokens=8000))
+
+    threading.Thread(target=ask, daemon=True).start()
     poll_until(lambda: any(row["running"] for row in ranks(url)), "the request runs")
-
-
-def _swallow(url: str) -> None:
-    with contextlib.suppress(requests.RequestException):  # the server is ended under it
-        complete(url, max_tokens=8000)
+    return answers
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -133,10 +136,15 @@ def test_with_a_shutdown_delay_new_requests_are_served_while_the_server_is_not_r
     assert marked.leftovers() == []
 
 
-def test_drain_is_bounded_by_the_shutdown_timeout(marked: MarkedRun, simulated: list[str]) -> None:
-    serve = marked.start(*simulated, "step_ms=1000", "--port", "0", "--shutdown-timeout", "0.5")
-    begin_endless_request(marked.url)
+@pytest.mark.parametrize("timeout", ["0", "0.5"])
+def test_drain_is_bounded_by_the_shutdown_timeout_and_what_is_left_is_answered(
+    marked: MarkedRun, simulated: list[str], timeout: str
+) -> None:
+    serve = marked.start(*simulated, "step_ms=1000", "--port", "0", "--shutdown-timeout", timeout)
+    answers = begin_endless_request(marked.url)
     serve.terminate()
+    answer = answers.get(timeout=END_TIMEOUT_S)
+    assert (answer.status_code, answer.json()["choices"][0]["finish_reason"]) == (200, "abort")
     assert serve.wait(END_TIMEOUT_S) == 0
     assert marked.leftovers() == []
 

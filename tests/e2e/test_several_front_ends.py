@@ -24,6 +24,22 @@ async def ask(url: str, **fields: Any) -> tuple[int, dict[str, Any]]:
         return response.status, await response.json()
 
 
+async def fill_both(server: Any, poll: Poll, **fields: Any) -> tuple[list[asyncio.Task[tuple[int, dict[str, Any]]]], list[int]]:
+    """Requests until each of two front ends has some, and how many each has. The kernel could give all to one."""
+    requests: list[asyncio.Task[tuple[int, dict[str, Any]]]] = []
+
+    def in_flight() -> list[int] | None:
+        counts = [front_end["in_flight"] for front_end in server.status()["front_ends"]]
+        return counts if len(counts) == 2 and sum(counts) == len(requests) else None
+
+    counts = [0, 0]
+    while min(counts) == 0:
+        assert len(requests) < 100, counts
+        requests += [asyncio.create_task(ask(server.url, **fields)) for _ in range(8)]
+        counts = await asyncio.to_thread(poll, in_flight, "all are in flight")
+    return requests, counts
+
+
 async def test_counters_are_those_of_the_endpoint_whoever_answers(serve: Serve, simulated: list[str], poll: Poll) -> None:
     server = serve(*simulated, "-dp", "2", "--api-server-count", "2")
     answers = await asyncio.gather(*(ask(server.url) for _ in range(40)))
@@ -76,19 +92,8 @@ async def test_a_stopped_front_end_stops_neither_the_others_streams_nor_a_rank(
     serve: Serve, simulated: list[str], poll: Poll
 ) -> None:
     server = serve(*simulated, "step_ms=5", "-dp", "2", "--api-server-count", "2")
-    streams: list[asyncio.Task[tuple[int, dict[str, Any]]]] = []
-
-    def in_flight() -> Any:
-        """By front end, once each of them has told of what it has: one could have all."""
-        counts = {f["index"]: f["in_flight"] for f in server.status()["front_ends"]}
-        return counts if len(counts) == 2 and sum(counts.values()) == len(streams) else None
-
     with server.frozen():
-        counts = {0: 0, 1: 0}
-        while min(counts.values()) == 0:
-            assert len(streams) < 100, counts
-            streams += [asyncio.create_task(ask(server.url, max_tokens=300)) for _ in range(8)]
-            counts = await asyncio.to_thread(poll, in_flight, "all are in flight")
+        streams, counts = await fill_both(server, poll, max_tokens=300)
         stopped = next(f for f in server.status()["front_ends"] if f["index"] == 0)["pid"]
         os.kill(stopped, signal.SIGSTOP)
     try:
@@ -109,6 +114,21 @@ async def test_a_stopped_front_end_stops_neither_the_others_streams_nor_a_rank(
         return [(rank["state"], rank["restarts"]) for rank in server.status()["ranks"]] == [("ready", 0)] * 2
 
     await asyncio.to_thread(poll, are_ready, "no rank has come to harm")
+
+
+async def test_sigterm_drains_every_front_end(serve: Serve, slow_simulated: list[str], poll: Poll) -> None:
+    server = serve(*slow_simulated, "-dp", "2", "--api-server-count", "2", "--shutdown-timeout", "600")
+    with server.frozen():
+        streams, _ = await fill_both(server, poll, max_tokens=400)
+    server.process.send_signal(signal.SIGTERM)
+    await asyncio.to_thread(poll, lambda: sum(": draining " in line for line in server.stderr) == 2, "both are draining")
+    refused = await asyncio.gather(*(ask(server.url) for _ in range(8)))
+    assert [status for status, _ in refused] == [503] * 8
+    server.set_step_ms(2)
+    ends = await asyncio.wait_for(asyncio.gather(*streams), ANSWER_TIMEOUT_S)
+    assert [(status, end["usage"]["completion_tokens"]) for status, end in ends] == [(200, 400)] * len(streams)
+    assert await asyncio.to_thread(server.process.wait, ANSWER_TIMEOUT_S) == 0
+    assert server.alive() == []
 
 
 async def test_an_abort_by_id_reaches_every_front_end_and_so_does_the_load(

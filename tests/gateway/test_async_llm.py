@@ -30,9 +30,9 @@ from cores.messages import (
 from cores.sampling_params import RequestOutputKind, SamplingParams
 from cores.testing import make_tiny_model_dir
 from gateway.async_llm import AsyncLLM
-from gateway.config import FaultConfig
+from gateway.config import AdmissionConfig, FaultConfig
 from gateway.engine_client import ModelConfig, TokenizedPrompt
-from gateway.errors import EngineDeadError, InvalidRequestError
+from gateway.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from gateway.output_processor import FinishedRequest
 from gateway.outputs import RequestOutput
 from gateway.renderer import Renderer
@@ -224,6 +224,34 @@ async def test_a_reader_that_leaves_while_its_prompt_is_tokenized_leaves_nothing
     assert (await stage.add_of(0)).request.request_id.startswith("later-")
     await stage.llm.abort("later")
     await finish(later)
+
+
+async def test_a_burst_above_the_limit_is_refused_before_its_prompts_are_tokenized(set_stage: SetStage) -> None:
+    stage = await set_stage(1, admission=AdmissionConfig(max_num_queued_requests=3))
+    tokenizing: list[str] = []
+    may_end = asyncio.Event()
+
+    async def encode_async(text: str, add_special_tokens: bool) -> list[int]:
+        tokenizing.append(text)
+        await may_end.wait()
+        return PROMPT
+
+    stage.llm.renderer.encode_async = encode_async  # type: ignore[method-assign]
+    readers = [stage.read(f"long prompt {i}", str(i), n=n) for i, n in enumerate([1, 2, 1, 2])]
+    for refused in readers[2:]:
+        with pytest.raises(OverloadedError, match="3 requests of at most 3"):
+            await finish(refused)
+    assert tokenizing == ["long prompt 0", "long prompt 1"]
+    readers[1].cancel()  # gives its two places back
+    await asyncio.gather(readers[1], return_exceptions=True)
+    readers.append(stage.read("long prompt 4", "4", n=2))
+    await stage.until(lambda: len(tokenizing) == 3)
+    may_end.set()
+    await stage.until(lambda: stage.llm.output_processor.num_unfinished == 3)
+    for request_id in ("0", "4"):
+        await stage.llm.abort(request_id)
+    await asyncio.gather(readers[0], readers[4])
+    assert stage.llm.status().totals.rejected == 2
 
 
 # --- abort ------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from gateway.server.sampling import to_sampling_params
 from gateway.server.schema import BodyDecoder, ChatCompletionRequest
 from gateway.server.state import REQUEST_ID, STATE
 from gateway.server.tools import answer_form, check_tools
+from gateway.server.usage import shows_usage
 
 routes = web.RouteTableDef()
 _decoder = BodyDecoder(ChatCompletionRequest)
@@ -32,10 +33,11 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     params = to_sampling_params(body)
     routing = Routing.from_request(request, request_id)
     # Before the work of rendering and tokenizing, which an overloaded server cannot afford for nothing.
-    engine.check_admission(params.n)
-    prompt = await chat_prompt(body, engine)
-    options = body.stream_options
+    with engine.preparing(params.n):
+        prompt = await chat_prompt(body, engine)
     form = answer_form(body, state.config.server, prompt.text or "", has_grammar=params.structured_outputs is not None)
+    is_forced = state.config.server.enable_force_include_usage
+    include_usage, continuous_usage = shows_usage(body.stream_options, is_forced=is_forced)
     answer = Answer(
         id=f"chatcmpl-{request_id}",
         model=model,
@@ -44,8 +46,8 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
         n=params.n,
         echo=_echo(body),
         role=_role(body),
-        include_usage=bool(options and options.include_usage),
-        continuous_usage=bool(options and options.continuous_usage_stats),
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
         return_token_ids=bool(body.return_token_ids),
         prompt_logprobs=body.prompt_logprobs,
         form=form,

@@ -15,6 +15,7 @@ from gateway.server.responding import respond
 from gateway.server.sampling import to_sampling_params
 from gateway.server.schema import BodyDecoder, CompletionRequest
 from gateway.server.state import REQUEST_ID, STATE
+from gateway.server.usage import shows_usage
 
 routes = web.RouteTableDef()
 _decoder = BodyDecoder(CompletionRequest)
@@ -29,9 +30,10 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     engine.model_config.check_task("generate")
     params = to_sampling_params(body)
     routing = Routing.from_request(request, request_id)
-    engine.check_admission(check_num_sequences(len(split_prompts(body.prompt)), params.n))
-    prompts = await completion_prompts(body, engine)
-    options = body.stream_options
+    with engine.preparing(check_num_sequences(len(split_prompts(body.prompt)), params.n)):
+        prompts = await completion_prompts(body, engine)
+    is_forced = state.config.server.enable_force_include_usage
+    include_usage, continuous_usage = shows_usage(body.stream_options, is_forced=is_forced)
     answer = Answer(
         id=f"cmpl-{request_id}",
         model=model,
@@ -39,8 +41,8 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         prompt_token_ids=[prompt.token_ids for prompt in prompts],
         n=params.n,
         echo=tuple(_text(prompt, engine) for prompt in prompts) if body.echo else (),
-        include_usage=bool(options and options.include_usage),
-        continuous_usage=bool(options and options.continuous_usage_stats),
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
         return_token_ids=bool(body.return_token_ids),
         echo_logprobs=body.logprobs if body.echo else None,
         prompt_logprobs=body.prompt_logprobs,

@@ -40,8 +40,8 @@ async def create_embeddings(request: web.Request) -> web.Response:
     inputs = split_prompts(body.input, "input")
     if len(inputs) > MAX_SEQUENCES:
         raise InvalidRequestError(f"input: at most {MAX_SEQUENCES} inputs are allowed, got {len(inputs)}", "input")
-    engine.check_admission(len(inputs))
-    prompts = await tokenized_prompts(inputs, engine, body.add_special_tokens is not False)
+    with engine.preparing(len(inputs)):
+        prompts = await tokenized_prompts(inputs, engine, body.add_special_tokens is not False)
     params = PoolingParams(dimensions=body.dimensions, normalize=body.normalize)
     outputs = await _encode_all(engine, prompts, params, routing, body.priority or 0)
     headers = {} if outputs[0].rank is None else {RANK_HEADER: str(outputs[0].rank)}

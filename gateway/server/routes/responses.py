@@ -42,8 +42,8 @@ async def _respond(request: web.Request, body: ResponsesRequest, chat: ChatCompl
     params = _sampling_params(chat)
     routing = Routing.from_request(request, request_id)
     # Before the work of rendering and tokenizing, which an overloaded server cannot afford for nothing.
-    engine.check_admission(params.n)
-    prompt = await chat_prompt(chat, engine)
+    with engine.preparing(params.n):
+        prompt = await chat_prompt(chat, engine)
     head = ResponseHead(request_id, model, int(time.time()), len(prompt.token_ids), body, params)
     outputs = generate(
         engine,

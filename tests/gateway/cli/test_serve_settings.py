@@ -68,6 +68,24 @@ def test_flags_of_each_kind() -> None:
     assert (config.engine.simulated.step_ms, config.engine.simulated.fault) == (3.0, "die_at_step=4")
 
 
+def test_a_list_that_is_given_in_several_flags_has_them_all() -> None:
+    config = parse(
+        "--api-key",
+        "a",
+        "--served-model-name",
+        "x",
+        "--api-key",
+        "b",
+        "c",
+        "--simulated",
+        "step_ms=3",
+        "--simulated",
+        "seq_us=1",
+    )
+    assert (config.server.api_key, config.server.served_model_name) == (("a", "b", "c"), ("x",))
+    assert (config.engine.simulated.step_ms, config.engine.simulated.seq_us) == (3.0, 1.0)
+
+
 def test_adapters_are_named_on_the_command_line_and_in_a_file(tmp_path: Path) -> None:
     expected = ("a=/x/a", "b=/x/b=c")
     config = parse("--enable-lora", "--max-loras", "2", "--lora-modules", "a=/x/a", "b=/x/b=c")

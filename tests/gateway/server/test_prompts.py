@@ -64,3 +64,30 @@ def test_unknown_fields_are_named_in_the_debug_log_only(caplog: pytest.LogCaptur
     caplog.set_level(logging.DEBUG)
     chat_request(zebra=1, user="u", n=1)
     assert caplog.records[-1].getMessage() == "ignored unknown fields: user, zebra"
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "num_sequences"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": "hi"}], "n": 3}, 3),
+        ("completions", {"prompt": ["a", "b"], "n": 2}, 4),
+        ("responses", {"input": "hi"}, 1),
+        ("embeddings", {"input": ["a", "b", "c"]}, 3),
+    ],
+)
+async def test_a_request_holds_its_places_while_its_prompts_are_tokenized(
+    serve: Any, route: str, body: dict[str, Any], num_sequences: int
+) -> None:
+    served = await serve()
+    engine = served.engine
+    if route == "embeddings":
+        engine.embeds(4)
+    held: set[int] = set()
+
+    async def encode_async(text: str, add_special_tokens: bool) -> list[int]:
+        held.add(engine.num_preparing)
+        return engine.fake_renderer.tokenizer.encode(text, add_special_tokens)
+
+    engine.renderer.encode_async = encode_async
+    status, _, _ = await served.post(f"/v1/{route}", body)
+    assert (status, held, engine.num_preparing) == (200, {num_sequences}, 0)

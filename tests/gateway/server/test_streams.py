@@ -64,6 +64,18 @@ async def test_continuous_usage_counts_up_in_every_chunk(serve: Any) -> None:
     assert counts == [0, 6, 10, 16]
 
 
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": False}}])
+async def test_where_usage_is_forced_every_chunk_of_every_stream_has_it(serve: Any, options: dict[str, Any]) -> None:
+    served = await serve(enable_force_include_usage=True)
+    for path, body, expected in (
+        (CHAT, chat(**options), [0, 6, 10, 16, 16]),
+        ("/v1/completions", {"prompt": "a", **options}, [6, 10, 16, 16]),
+    ):
+        events, _ = await served.events(path, body)
+        assert [event["usage"]["completion_tokens"] for event in events[:-1]] == expected
+        assert events[-2]["choices"] == []
+
+
 async def test_headers_wait_for_the_first_output_and_name_its_rank(serve: Any) -> None:
     served = await serve(waits)
     reader, writer = await served.raw(raw_chat(stream=True))
