@@ -1,7 +1,7 @@
 """Messages to bytes and back: MessagePack, versioned, never pickle.
 
 A frame is `[PROTOCOL_VERSION, kind, *fields]`. Most messages go through converters derived from their type hints, which check
-every value on the way in. The two that a busy server sends by the thousand, requests and outputs, are written out by hand.
+every value on the way in. Those that a busy server sends by the thousand are written out by hand.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import msgpack
 
+from cores import control_messages as control
 from cores import messages as m
 from cores.pooling_params import PoolingParams
 from cores.sampling_params import SamplingParams, pack_sampling_params
@@ -29,9 +30,7 @@ if sys.byteorder != "little":  # columns are sent as they lie in memory
 
 Message = (
     m.Command | m.EngineReady | m.EngineCoreOutputs | m.Heartbeat | m.LoadReport | m.CacheEvents | m.EngineCoreDead
-    | m.UtilityResult | m.EngineStarting | m.Shutdown | m.AttachFrontEnd | m.GroupState | m.FrontEndHello | m.FrontEndReady
-    | m.FrontEndFailed | m.RankDied | m.RankSuspected | m.RankStalled | m.AbortElsewhere | m.MemberReport | m.MemberLeft
-    | m.GroupLoads | m.RankIdle | m.GroupOrder | m.GroupOrderDone | m.EngineAlive | m.RankLog | m.LauncherAlive
+    | m.UtilityResult | m.MemberReport | m.MemberLeft | m.GroupLoads | control.ControlMessage
 )  # fmt: skip
 
 
@@ -308,46 +307,54 @@ def _uint64s(data: Any) -> array[int]:
 
 # --- the table of kinds: a number is never used twice -----------------------------------------------------------------
 
+_KINDS: dict[int, type] = {
+    1: m.AddRequest,
+    2: m.AbortRequests,
+    3: m.UtilityCall,
+    4: m.WatchCache,
+    10: m.EngineReady,
+    11: m.EngineCoreOutputs,
+    12: m.Heartbeat,
+    13: m.LoadReport,
+    14: m.EngineCoreDead,
+    15: m.UtilityResult,
+    16: control.EngineStarting,
+    17: m.CacheEvents,
+    18: control.EngineAlive,
+    19: control.RankLog,
+    20: control.Shutdown,
+    21: control.GroupState,
+    22: control.AttachFrontEnd,
+    23: control.GroupOrderDone,
+    24: control.LauncherAlive,
+    30: control.FrontEndHello,
+    31: control.FrontEndReady,
+    32: control.FrontEndFailed,
+    33: control.RankDied,
+    34: control.RankSuspected,
+    35: control.RankStalled,
+    36: control.AbortElsewhere,
+    37: control.RankIdle,
+    38: control.GroupOrder,
+    40: m.MemberReport,
+    41: m.MemberLeft,
+    42: m.GroupLoads,
+}
+
 _Pack = Callable[[Any], Any]
 _Unpack = Callable[[list[Any]], Any]
+_BY_HAND: dict[type, tuple[_Pack, _Unpack]] = {
+    m.AddRequest: (_pack_add_request, _unpack_add_request),
+    m.EngineCoreOutputs: (_pack_outputs, _unpack_outputs),
+    m.CacheEvents: (_pack_cache_events, _unpack_cache_events),
+}
 
 
 def _by_hints(cls: type) -> tuple[_Pack, _Unpack]:
     return _plain, _record_converter(cls)
 
 
-_KINDS: dict[int, tuple[type, tuple[_Pack, _Unpack]]] = {
-    1: (m.AddRequest, (_pack_add_request, _unpack_add_request)),
-    2: (m.AbortRequests, _by_hints(m.AbortRequests)),
-    3: (m.UtilityCall, _by_hints(m.UtilityCall)),
-    4: (m.WatchCache, _by_hints(m.WatchCache)),
-    10: (m.EngineReady, _by_hints(m.EngineReady)),
-    11: (m.EngineCoreOutputs, (_pack_outputs, _unpack_outputs)),
-    12: (m.Heartbeat, _by_hints(m.Heartbeat)),
-    13: (m.LoadReport, _by_hints(m.LoadReport)),
-    14: (m.EngineCoreDead, _by_hints(m.EngineCoreDead)),
-    15: (m.UtilityResult, _by_hints(m.UtilityResult)),
-    16: (m.EngineStarting, _by_hints(m.EngineStarting)),
-    17: (m.CacheEvents, (_pack_cache_events, _unpack_cache_events)),
-    18: (m.EngineAlive, _by_hints(m.EngineAlive)),
-    19: (m.RankLog, _by_hints(m.RankLog)),
-    20: (m.Shutdown, _by_hints(m.Shutdown)),
-    21: (m.GroupState, _by_hints(m.GroupState)),
-    22: (m.AttachFrontEnd, _by_hints(m.AttachFrontEnd)),
-    23: (m.GroupOrderDone, _by_hints(m.GroupOrderDone)),
-    24: (m.LauncherAlive, _by_hints(m.LauncherAlive)),
-    30: (m.FrontEndHello, _by_hints(m.FrontEndHello)),
-    31: (m.FrontEndReady, _by_hints(m.FrontEndReady)),
-    32: (m.FrontEndFailed, _by_hints(m.FrontEndFailed)),
-    33: (m.RankDied, _by_hints(m.RankDied)),
-    34: (m.RankSuspected, _by_hints(m.RankSuspected)),
-    35: (m.RankStalled, _by_hints(m.RankStalled)),
-    36: (m.AbortElsewhere, _by_hints(m.AbortElsewhere)),
-    37: (m.RankIdle, _by_hints(m.RankIdle)),
-    38: (m.GroupOrder, _by_hints(m.GroupOrder)),
-    40: (m.MemberReport, _by_hints(m.MemberReport)),
-    41: (m.MemberLeft, _by_hints(m.MemberLeft)),
-    42: (m.GroupLoads, _by_hints(m.GroupLoads)),
+_BY_TYPE: dict[type, tuple[int, _Pack, _Unpack]] = {
+    cls: (kind, *(_BY_HAND.get(cls) or _by_hints(cls))) for kind, cls in _KINDS.items()
 }
-_BY_TYPE: dict[type, tuple[int, _Pack, _Unpack]] = {cls: (kind, *fns) for kind, (cls, fns) in _KINDS.items()}
-_BY_KIND: dict[int, _Unpack] = {kind: unpack for kind, (_, (_, unpack)) in _KINDS.items()}
+_BY_KIND: dict[int, _Unpack] = {kind: unpack for kind, _, unpack in _BY_TYPE.values()}

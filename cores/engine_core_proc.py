@@ -30,6 +30,7 @@ import zmq
 
 from cores.codec import encode
 from cores.config import ConfigError, EngineLaunch, from_plain
+from cores.control_messages import EngineStarting, Shutdown
 from cores.curve import GroupKey
 from cores.engine_core import EngineCore
 from cores.engine_loop import EngineLoop, Inbound, LastWords, Outbound
@@ -37,7 +38,7 @@ from cores.engine_sockets import LAUNCHER_TIMEOUT_S, LINGER_S, InputThread, Outp
 from cores.launch.child_process import end_with_parent, read_task
 from cores.log import set_up_logging
 from cores.log_queue import unblock_stderr
-from cores.messages import EngineCoreDead, EngineReady, EngineStarting, RankId, Shutdown
+from cores.messages import EngineCoreDead, EngineReady, RankId
 from cores.runner.interface import ModelRunner
 
 logger = logging.getLogger(__name__)

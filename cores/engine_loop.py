@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cores.config import FrontEndAddress
+from cores.control_messages import Shutdown
 from cores.engine_core import EngineCore
 from cores.messages import (
     AbortRequests,
@@ -21,7 +22,6 @@ from cores.messages import (
     EngineState,
     RankLoad,
     SchedulerStats,
-    Shutdown,
     UtilityCall,
     UtilityResult,
     WatchCache,

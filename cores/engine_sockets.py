@@ -18,6 +18,7 @@ import zmq
 
 from cores.codec import MAX_FRAME_BYTES, CodecError, decode, encode
 from cores.config import FrontEndAddress
+from cores.control_messages import AttachFrontEnd, EngineAlive, LauncherAlive, Shutdown
 from cores.curve import GroupKey
 from cores.engine_loop import (
     ClientCommand,
@@ -34,16 +35,12 @@ from cores.engine_loop import (
 from cores.gaps import CommandGaps, numbered
 from cores.messages import (
     HEARTBEAT_INTERVAL_S,
-    AttachFrontEnd,
     Command,
-    EngineAlive,
     EngineCoreDead,
     EngineReady,
     Heartbeat,
-    LauncherAlive,
     LoadReport,
     RankId,
-    Shutdown,
     UtilityResult,
 )
 from cores.output_backlog import MAX_BACKLOG_BYTES, OutputBacklog

@@ -23,11 +23,11 @@ import zmq
 
 from cores.codec import encode
 from cores.config import Transport, from_plain
+from cores.control_messages import FrontEndFailed, FrontEndReady, front_end_identity
 from cores.curve import GroupKey
 from cores.launch.child_process import end_with_parent, read_task
 from cores.log import set_up_logging
 from cores.log_queue import unblock_stderr
-from cores.messages import FrontEndFailed, FrontEndReady, front_end_identity
 from gateway.admission import OneFrontEnd, SharedSlots, UsageSlots
 from gateway.async_llm import AsyncLLM
 from gateway.client_status import starting_snapshot

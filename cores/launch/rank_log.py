@@ -18,9 +18,10 @@ import zmq
 
 from cores.codec import encode
 from cores.config import EngineLaunch
+from cores.control_messages import RankLog, log_identity
 from cores.curve import GroupKey
 from cores.launch.child_process import MAX_LINE_BYTES, forward_lines, write_lines
-from cores.messages import RankId, RankLog, log_identity
+from cores.messages import RankId
 
 MAX_QUEUED = 1000  # messages for a launcher that does not read; what comes on top is in the file only
 LINGER_MS = 1000

@@ -22,6 +22,7 @@ from balancer.policy import Choice
 from balancer.rank_health import RankState
 from cores import messages as m
 from cores.codec import Message
+from cores.control_messages import AbortElsewhere, FrontEndHello
 from cores.curve import GroupKey
 from gateway.config import GatewayConfig
 from gateway.core_client.base import (
@@ -105,7 +106,7 @@ class AsyncMPClient(EngineCoreClient):
             control_address, transport = self.embedded.control_address, self.embedded.transport
         addresses = self._rank_link.start(place.run_directory, place.index, transport)
         self.link.start(control_address, place.index, GroupKey.of(transport))
-        self.link.send(m.FrontEndHello(place.index, os.getpid(), *addresses))
+        self.link.send(FrontEndHello(place.index, os.getpid(), *addresses))
         self._ticker = asyncio.create_task(self._tick(), name="core-client-ticker")
         self._ticker.add_done_callback(self._on_ticker_done)
         await self._wait_until_ready()
@@ -209,7 +210,7 @@ class AsyncMPClient(EngineCoreClient):
 
     def abort_elsewhere(self, request_id: str | None) -> None:
         if self._config.server.api_server_count > 1:
-            self.link.send(m.AbortElsewhere(request_id))
+            self.link.send(AbortElsewhere(request_id))
 
     def release(self, handles: Collection[int]) -> None:
         for handle in handles:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import zmq
 
 from cores.codec import CodecError, Message, decode, encode
+from cores.control_messages import AbortElsewhere, GroupOrderDone, GroupState, Shutdown, front_end_identity
 from cores.curve import GroupKey
-from cores.messages import AbortElsewhere, GroupOrderDone, GroupState, Shutdown, front_end_identity
 from gateway.loop_socket import LoopSocket
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from cores.codec import Message
-from cores.messages import GroupOrder, GroupOrderDone
+from cores.control_messages import GroupOrder, GroupOrderDone
 from gateway.errors import EngineDeadError, GatewayError, InvalidRequestError
 
 

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 from balancer.ledger import LoadLedger
 from balancer.rank_health import RankHealth, RankState
+from cores import control_messages as control
 from cores import messages as m
 from cores.codec import Message
 from cores.gaps import seq_before_life
@@ -204,7 +205,7 @@ class Ranks:
 
     # --- death --------------------------------------------------------------------------------------------------------
 
-    def on_group_state(self, group: m.GroupState) -> None:
+    def on_group_state(self, group: control.GroupState) -> None:
         """The launcher's verdicts."""
         now = self._clock()
         self._note_membership({record.rank for record in group.ranks}, now)
@@ -231,7 +232,7 @@ class Ranks:
         if group.failed is not None and self.failure is None:
             self._give_up(group.failed)
 
-    def _note_drain(self, life: RankLife, record: m.RankRecord, now: float) -> None:
+    def _note_drain(self, life: RankLife, record: control.RankRecord, now: float) -> None:
         """Snapshots repeat what was told before, and our own state may be another one. The launcher counts the orders: so that
         a front end that has started again knows which of them is in the log already."""
         before, life.num_drain_orders = life.num_drain_orders, record.num_drain_orders
@@ -270,7 +271,7 @@ class Ranks:
                 life.has_told_idle = False
             elif not life.has_told_idle and not self._ledger.handles_on(life.rank_id):
                 life.has_told_idle = True
-                self._tell_launcher(m.RankIdle(self._front_end_index, life.rank_id))
+                self._tell_launcher(control.RankIdle(self._front_end_index, life.rank_id))
 
     def declare_dead(self, rank_id: m.RankId, cause: str, *, tell_launcher: bool = True) -> None:
         """The one way into death. The first proof counts."""
@@ -288,7 +289,7 @@ class Ranks:
         logger.log(logging.INFO if self._closed or is_by_order else logging.ERROR, "%s %s", rank_id, text)
         self._put(EngineDied(rank_id, headline, is_by_order or rank.life.is_node_lost))
         if tell_launcher:
-            self._tell_launcher(m.RankDied(rank_id, headline))
+            self._tell_launcher(control.RankDied(rank_id, headline))
 
     def fail(self, cause: str) -> None:
         """Nothing works any more, for a reason that is no rank's own."""
@@ -312,14 +313,14 @@ class Ranks:
         if state is RankState.SUSPECT:
             silent_s = life.health.last_seen_s(now)
             logger.warning("%s is suspect: nothing heard for %.1f s", life.rank_id, silent_s)
-            self._tell_launcher(m.RankSuspected(life.rank_id, silent_s))
+            self._tell_launcher(control.RankSuspected(life.rank_id, silent_s))
         elif state is RankState.STALLED:
             life.num_stalls += 1
             text = f"stalled: it has work and made no step for {life.health.last_progress_s(now):.1f} s"
             logger.warning("%s %s", life.rank_id, text)
             rank, epoch = life.rank_id.rank, life.rank_id.epoch
             self.events.add("stall", rank, f"epoch {epoch} {text}", now, epoch, life.num_stalls)
-            self._tell_launcher(m.RankStalled(life.rank_id, text))
+            self._tell_launcher(control.RankStalled(life.rank_id, text))
 
     # --- which there are ----------------------------------------------------------------------------------------------
 

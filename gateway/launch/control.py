@@ -8,12 +8,8 @@ from collections.abc import Callable
 import zmq
 
 from cores.codec import Message, decode, encode
-from cores.curve import GroupKey, guard
-from cores.log import is_worth_a_line
-from cores.messages import (
+from cores.control_messages import (
     EngineAlive,
-    EngineCoreDead,
-    EngineReady,
     EngineStarting,
     FrontEndFailed,
     FrontEndHello,
@@ -21,7 +17,10 @@ from cores.messages import (
     RankLog,
     front_end_identity,
     log_identity,
-)  # fmt: skip
+)
+from cores.curve import GroupKey, guard
+from cores.log import is_worth_a_line
+from cores.messages import EngineCoreDead, EngineReady
 from gateway.loop_socket import LoopSocket
 
 logger = logging.getLogger(__name__)

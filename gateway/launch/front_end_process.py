@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cores.config import UNIX_SOCKETS, FrontEndAddress, Transport, to_plain
+from cores.control_messages import FrontEndFailed, FrontEndHello, FrontEndReady
 from cores.launch.child_process import ChildProcess
-from cores.messages import FrontEndFailed, FrontEndHello, FrontEndReady
 from gateway.config import GatewayConfig
 from gateway.launch.restart_budget import RestartBudget
 

@@ -16,7 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from cores.messages import GroupState, RankId, RankRecord
+from cores.control_messages import GroupState, RankRecord
+from cores.messages import RankId
 from gateway.launch.restart_budget import RestartBudget
 
 FIRST_BACKOFF_S = 1.0

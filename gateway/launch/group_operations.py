@@ -8,7 +8,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-from cores.messages import GroupOrder, GroupOrderDone
+from cores.control_messages import GroupOrder, GroupOrderDone
 from gateway.launch.group_ledger import OrderError
 from gateway.launch.rank_supervisor import RankSupervisor
 

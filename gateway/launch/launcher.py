@@ -24,16 +24,10 @@ import zmq
 
 from cores.codec import Message
 from cores.config import UNIX_SOCKETS, FrontEndAddress, Transport
-from cores.curve import GroupKey
-from cores.launch.interface import LaunchError, RankLauncher
-from cores.launch.rank_environment import Machine, threads_per_rank
-from cores.launch.rank_log import show
-from cores.messages import (
+from cores.control_messages import (
     AbortElsewhere,
     AttachFrontEnd,
     EngineAlive,
-    EngineCoreDead,
-    EngineReady,
     EngineStarting,
     FrontEndFailed,
     FrontEndHello,
@@ -43,14 +37,18 @@ from cores.messages import (
     GroupState,
     LauncherAlive,
     RankDied,
-    RankId,
     RankIdle,
     RankLog,
     RankStalled,
     RankSuspected,
     Shutdown,
     front_end_identity,
-)  # fmt: skip
+)
+from cores.curve import GroupKey
+from cores.launch.interface import LaunchError, RankLauncher
+from cores.launch.rank_environment import Machine, threads_per_rank
+from cores.launch.rank_log import show
+from cores.messages import EngineCoreDead, EngineReady, RankId
 from gateway.config import GatewayConfig
 from gateway.launch.control import ControlSocket
 from gateway.launch.coordinator_process import make_coordinator

@@ -14,18 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cores.config import FrontEndAddress
+from cores.control_messages import EngineAlive, EngineStarting, GroupState, RankDied, RankStalled, RankSuspected
 from cores.launch.interface import LaunchError, RankHandle, RankLauncher
-from cores.messages import (
-    EngineAlive,
-    EngineCoreDead,
-    EngineReady,
-    EngineStarting,
-    GroupState,
-    RankDied,
-    RankId,
-    RankStalled,
-    RankSuspected,
-)
+from cores.messages import EngineCoreDead, EngineReady, RankId
 from gateway.launch.group_ledger import GivenUp, GroupLedger, OrderError, Removed, Restart, StartFailed, Verdict
 from gateway.launch.rank_plan import RankPlan
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Protocol, TextIO
 
-from cores.messages import GroupState
+from cores.control_messages import GroupState
 
 INTERVAL_S = 0.25
 BAR_WIDTH = 20

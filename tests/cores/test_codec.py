@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cores import control_messages as control
 from cores import messages as m
 from cores.codec import MAX_FRAME_BYTES, PROTOCOL_VERSION, CodecError, Message, VersionMismatchError, decode, encode
 from cores.pooling_params import PoolingParams
@@ -69,24 +70,24 @@ SAMPLES: list[Message] = [
     m.EngineCoreDead(RANK, "why"),
     m.UtilityResult(RANK, 99, {"a": [1]}, None),
     m.UtilityResult(RANK, 99, error="no", is_refusal=True),
-    m.EngineStarting(RANK, 1, "loading"),
-    m.EngineAlive(RANK),
-    m.RankLog(RANK, ("one", "two")),
-    m.LauncherAlive(),
-    m.Shutdown(2.5),
-    m.AttachFrontEnd(0, "ipc://in", "ipc://out"),
-    m.GroupState((m.RankRecord(0, 1, "ready", None, 0, 55), m.RankRecord(1, 2, "dead", "killed", 1)), None),
-    m.FrontEndHello(0, 1, "ipc://in", "ipc://out"),
-    m.FrontEndReady(0, "AsyncMPClient"),
-    m.AbortElsewhere("mine"),
-    m.AbortElsewhere(None),
-    m.RankIdle(1, m.RankId(2, 3)),
-    m.GroupOrder(7, "restart", rank=2, drain_timeout_s=1.5),
-    m.GroupOrderDone(7, "rank 9 does not exist", "unknown rank"),
-    m.FrontEndFailed(0, "why"),
-    m.RankDied(RANK, "why"),
-    m.RankSuspected(RANK, 3.5),
-    m.RankStalled(RANK, "no step"),
+    control.EngineStarting(RANK, 1, "loading"),
+    control.EngineAlive(RANK),
+    control.RankLog(RANK, ("one", "two")),
+    control.LauncherAlive(),
+    control.Shutdown(2.5),
+    control.AttachFrontEnd(0, "ipc://in", "ipc://out"),
+    control.GroupState((control.RankRecord(0, 1, "ready", None, 0, 55), control.RankRecord(1, 2, "dead", "killed", 1)), None),
+    control.FrontEndHello(0, 1, "ipc://in", "ipc://out"),
+    control.FrontEndReady(0, "AsyncMPClient"),
+    control.AbortElsewhere("mine"),
+    control.AbortElsewhere(None),
+    control.RankIdle(1, m.RankId(2, 3)),
+    control.GroupOrder(7, "restart", rank=2, drain_timeout_s=1.5),
+    control.GroupOrderDone(7, "rank 9 does not exist", "unknown rank"),
+    control.FrontEndFailed(0, "why"),
+    control.RankDied(RANK, "why"),
+    control.RankSuspected(RANK, 3.5),
+    control.RankStalled(RANK, "no step"),
     m.MemberReport("me", "http://x", ((RANK, "ready", LOAD),)),
     m.MemberLeft("me"),
     m.GroupLoads(9, ((RANK, "ready", LOAD, "http://x", 0.25),)),
@@ -147,7 +148,7 @@ def test_a_foreign_version_is_refused_with_both_versions_named() -> None:
 
 def test_a_field_that_an_older_peer_does_not_know_takes_its_default() -> None:
     frame = msgpack.packb([PROTOCOL_VERSION, 21, [[0, 1, "ready"]]])
-    assert decode(frame) == m.GroupState((m.RankRecord(0, 1, "ready"),))
+    assert decode(frame) == control.GroupState((control.RankRecord(0, 1, "ready"),))
 
 
 def test_outputs_of_an_older_engine_lack_what_was_added_since() -> None:
@@ -228,7 +229,7 @@ def _mutated_request(**fields: object) -> bytes:
         _mutated_request(params={"bad_words_token_ids": [[1, "a"]]}),
         _mutated_request(lora=5),
         b"\x91" * 2000 + b"\x01",
-        encode(m.Shutdown(1.0)) + b"\x00",
+        encode(control.Shutdown(1.0)) + b"\x00",
     ],
 )
 def test_malformed_frames_raise_codec_error(frame: bytes) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from cores.config import EngineConfig, FrontEndAddress
+from cores.control_messages import Shutdown
 from cores.engine_core import EngineCore
 from cores.engine_loop import (
     ClientCommand,
@@ -21,7 +22,7 @@ from cores.engine_loop import (
     ThreadFailed,
     UtilityReply,
 )
-from cores.messages import AbortRequests, AddRequest, CacheEvents, FinishReason, RankId, Shutdown, UtilityCall, WatchCache
+from cores.messages import AbortRequests, AddRequest, CacheEvents, FinishReason, RankId, UtilityCall, WatchCache
 from cores.runner.interface import ModelInfo, ModelRunnerOutput, SchedulerOutput
 from cores.testing import ManualClock, make_request
 

@@ -11,9 +11,10 @@ import zmq
 
 from cores.codec import decode, encode
 from cores.config import FrontEndAddress
+from cores.control_messages import EngineAlive
 from cores.engine_loop import ClientCommand, Inbound, ThreadFailed
 from cores.engine_sockets import LAUNCHER_TIMEOUT_S, InputThread, LauncherLostError, ZmqSockets
-from cores.messages import AbortRequests, EngineAlive, EngineReady, RankId
+from cores.messages import AbortRequests, EngineReady, RankId
 
 DEADLINE_S = 60.0
 

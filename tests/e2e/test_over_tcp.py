@@ -18,7 +18,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from cores.codec import decode, encode
-from cores.messages import EngineAlive, RankId, Shutdown
+from cores.control_messages import EngineAlive, Shutdown
+from cores.messages import RankId
 
 Serve = Callable[..., Any]
 Poll = Callable[..., Any]

@@ -13,11 +13,12 @@ import psutil
 import pytest
 
 from cores.config import Transport
+from cores.control_messages import RankLog
 from cores.curve import GroupKey
 from cores.launch.interface import LaunchError, RankLauncher
 from cores.launch.rank_environment import Machine
 from cores.launch.ray_cluster import EmbeddedRayCluster, use_own_token
-from cores.messages import EngineCoreDead, EngineReady, RankLog
+from cores.messages import EngineCoreDead, EngineReady
 from tests.integration.rank_launcher_contract import DEADLINE_S, RankLauncherContract, Workplace, poll_until
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from cores.codec import Message, decode, encode
+from cores.control_messages import RankRecord
 from cores.messages import (
     AbortRequests,
     AddRequest,
@@ -23,7 +24,6 @@ from cores.messages import (
     FinishReason,
     RankId,
     RankLoad,
-    RankRecord,
     UtilityCall,
     UtilityResult,
 )

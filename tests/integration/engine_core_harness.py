@@ -15,17 +15,16 @@ import zmq
 
 from cores.codec import Message, decode, encode
 from cores.config import EngineConfig, EngineLaunch, FrontEndAddress, SimulatedConfig, to_plain
+from cores.control_messages import AttachFrontEnd, Shutdown
 from cores.gaps import seq_before_life, split_number
 from cores.messages import (
     AbortRequests,
     AddRequest,
-    AttachFrontEnd,
     EngineCoreDead,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineReady,
     Finished,
-    Shutdown,
     UtilityCall,
 )
 

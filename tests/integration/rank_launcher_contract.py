@@ -16,10 +16,11 @@ import zmq
 
 from cores.codec import Message
 from cores.config import UNIX_SOCKETS, EngineConfig, EngineLaunch, FrontEndAddress, SimulatedConfig, Transport
+from cores.control_messages import RankLog, Shutdown
 from cores.curve import GroupKey
 from cores.launch.interface import RankLauncher
 from cores.launch.rank_log import show
-from cores.messages import EngineCoreDead, EngineReady, RankId, RankLog, Shutdown
+from cores.messages import EngineCoreDead, EngineReady, RankId
 from cores.testing import make_tiny_model_dir
 from gateway.launch.control import ControlSocket
 

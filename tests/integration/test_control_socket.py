@@ -9,16 +9,8 @@ import zmq
 import zmq.asyncio
 
 from cores.codec import Message, decode, encode
-from cores.messages import (
-    EngineCoreDead,
-    EngineStarting,
-    FrontEndFailed,
-    FrontEndHello,
-    RankDied,
-    RankId,
-    Shutdown,
-    front_end_identity,
-)
+from cores.control_messages import EngineStarting, FrontEndFailed, FrontEndHello, RankDied, Shutdown, front_end_identity
+from cores.messages import EngineCoreDead, RankId
 from gateway.launch.control import ControlSocket
 
 DEADLINE_S = 60.0

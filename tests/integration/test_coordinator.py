@@ -17,8 +17,9 @@ import zmq
 
 from balancer.coordinator import MAX_BURST, DPCoordinator, bind, read_config
 from cores.codec import decode, encode
+from cores.control_messages import Shutdown
 from cores.curve import GroupKey
-from cores.messages import GroupLoads, MemberLeft, MemberReport, RankId, RankLoad, Shutdown
+from cores.messages import GroupLoads, MemberLeft, MemberReport, RankId, RankLoad
 from cores.testing import ManualClock
 
 DEADLINE_MS = 60_000

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from cores.config import SimulatedConfig
+from cores.control_messages import EngineStarting
 from cores.engine_core_proc import run_engine_core
 from cores.messages import (
     EngineCoreDead,
     EngineCoreOutputs,
     EngineReady,
-    EngineStarting,
     FinishReason,
     Heartbeat,
     LoadReport,

@@ -13,8 +13,8 @@ import zmq.asyncio
 
 from cores.codec import encode
 from cores.config import UNIX_SOCKETS, SimulatedConfig
+from cores.control_messages import FrontEndFailed
 from cores.gaps import numbered
-from cores.messages import FrontEndFailed
 from cores.testing import make_request
 from gateway.launch.control import ControlSocket
 from tests.cores.malformed_frames import malformed_frames

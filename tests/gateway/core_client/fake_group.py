@@ -14,18 +14,9 @@ import zmq.asyncio
 from balancer.load import RoutingRequest
 from cores.codec import Message, decode, encode
 from cores.config import EngineConfig
+from cores.control_messages import FrontEndHello, GroupState, RankRecord, front_end_identity
 from cores.gaps import numbered
-from cores.messages import (
-    EngineCoreOutputs,
-    EngineReady,
-    FirstToken,
-    FrontEndHello,
-    GroupState,
-    RankId,
-    RankLoad,
-    RankRecord,
-    front_end_identity,
-)
+from cores.messages import EngineCoreOutputs, EngineReady, FirstToken, RankId, RankLoad
 from cores.testing import ManualClock, make_request
 from gateway.config import BalancerConfig, GatewayConfig, ParallelConfig
 from gateway.core_client import AsyncMPClient, core_client_class

@@ -6,17 +6,15 @@ import asyncio
 
 import pytest
 
+from cores.control_messages import RankDied, RankRecord, RankSuspected
 from cores.messages import (
     AbortRequests,
     AddRequest,
     EngineCoreDead,
     EngineCoreOutputs,
     Heartbeat,
-    RankDied,
     RankId,
     RankLoad,
-    RankRecord,
-    RankSuspected,
     SchedulerStats,
     UtilityCall,
     UtilityResult,

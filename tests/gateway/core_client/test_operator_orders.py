@@ -9,18 +9,8 @@ import pytest
 
 from balancer.ledger import LoadLedger
 from cores.config import EngineConfig
-from cores.messages import (
-    AddRequest,
-    GroupOrder,
-    GroupOrderDone,
-    Heartbeat,
-    RankDied,
-    RankId,
-    RankIdle,
-    RankLoad,
-    RankRecord,
-    SchedulerStats,
-)  # fmt: skip
+from cores.control_messages import GroupOrder, GroupOrderDone, RankDied, RankIdle, RankRecord
+from cores.messages import AddRequest, Heartbeat, RankId, RankLoad, SchedulerStats
 from gateway.config import GatewayConfig
 from gateway.core_client.base import EngineDied
 from gateway.core_client.ranks import Ranks

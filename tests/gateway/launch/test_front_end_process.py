@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cores.config import UNIX_SOCKETS, FrontEndAddress
-from cores.messages import FrontEndFailed, FrontEndHello, FrontEndReady
+from cores.control_messages import FrontEndFailed, FrontEndHello, FrontEndReady
 from gateway.config import GatewayConfig
 from gateway.launch.front_end_process import FIRST_BACKOFF_S, MAX_RESTARTS, ChildFrontEnd
 

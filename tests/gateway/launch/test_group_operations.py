@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from cores.messages import GroupOrder, GroupOrderDone, RankId
+from cores.control_messages import GroupOrder, GroupOrderDone
+from cores.messages import RankId
 from gateway.launch.group_operations import GroupOperations
 from tests.gateway.launch.test_rank_supervisor import Group
 

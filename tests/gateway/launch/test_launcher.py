@@ -10,7 +10,7 @@ import pytest
 import zmq.asyncio
 
 from cores.codec import encode
-from cores.messages import FrontEndHello, front_end_identity
+from cores.control_messages import FrontEndHello, front_end_identity
 from gateway import stat_loggers
 from gateway.config import GatewayConfig
 from gateway.launch.front_end_process import DRAIN_MARGIN_S

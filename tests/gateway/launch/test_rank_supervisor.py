@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from cores.config import EngineConfig, FrontEndAddress
-from cores.messages import EngineAlive, EngineCoreDead, EngineReady, GroupState, RankDied, RankId
+from cores.control_messages import EngineAlive, GroupState, RankDied
+from cores.messages import EngineCoreDead, EngineReady, RankId
 from gateway.launch.group_ledger import GroupLedger
 from gateway.launch.rank_plan import RankPlan
 from gateway.launch.rank_supervisor import RankSupervisor

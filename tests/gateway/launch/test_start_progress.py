@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from cores.messages import GroupState, RankRecord
+from cores.control_messages import GroupState, RankRecord
 from gateway.launch.start_progress import BottomLine, NoLine, bottom_line, show_start, start_text
 
 
