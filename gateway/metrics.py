@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from gateway.output_processor import FinishedRequest, TokenTimes
+from gateway.output_statistics import FinishedRequest, TokenTimes
 from gateway.stat_loggers import StatLogger
 from gateway.status import FrontEndStatus, RankStatus, StatusSnapshot, Totals
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from cores.messages import EngineCoreRequest
 from cores.sampling_params import SamplingParams
-from gateway.output_processor import FinishedRequest
+from gateway.output_statistics import FinishedRequest
 from gateway.stat_loggers import StatLogger
 
 logger = logging.getLogger(__name__)

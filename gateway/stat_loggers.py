@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 from cores.log import is_worth_a_line
 from gateway.config import ConfigError, GatewayConfig
-from gateway.output_processor import FinishedRequest, OutputProcessor, TokenTimes
+from gateway.output_processor import OutputProcessor
+from gateway.output_statistics import FinishedRequest, TokenTimes
 from gateway.status import StatusSnapshot
 
 logger = logging.getLogger(__name__)

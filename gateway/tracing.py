@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from gateway.output_processor import FinishedRequest
+from gateway.output_statistics import FinishedRequest
 from gateway.request_state import RankStay
 from gateway.stat_loggers import StatLogger
 from gateway.version import __version__

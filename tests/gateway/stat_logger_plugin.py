@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from gateway.config import GatewayConfig
-from gateway.output_processor import FinishedRequest, TokenTimes
+from gateway.output_statistics import FinishedRequest, TokenTimes
 from gateway.stat_loggers import StatLogger
 
 FILE_VARIABLE = "STAT_LOGGER_PLUGIN_FILE"

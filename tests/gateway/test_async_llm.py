@@ -33,7 +33,7 @@ from gateway.async_llm import AsyncLLM
 from gateway.config import AdmissionConfig, FaultConfig
 from gateway.engine_client import ModelConfig, TokenizedPrompt
 from gateway.errors import EngineDeadError, InvalidRequestError, OverloadedError
-from gateway.output_processor import FinishedRequest
+from gateway.output_statistics import FinishedRequest
 from gateway.outputs import RequestOutput
 from gateway.renderer import Renderer
 from gateway.stat_loggers import StatLogger

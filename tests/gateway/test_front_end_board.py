@@ -14,7 +14,7 @@ import pytest
 from gateway.config import GatewayConfig
 from gateway.front_end_board import FrontEndBoard, Posted, Report, whole_endpoint
 from gateway.metrics import RequestMetrics
-from gateway.output_processor import TokenTimes
+from gateway.output_statistics import TokenTimes
 from gateway.server.state import ServerState
 from gateway.status import NUM_LIVES_KEPT, FrontEndStatus, LifeCounters, Lives, LoraStatus, RankStatus, StatusSnapshot, Totals
 

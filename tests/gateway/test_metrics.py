@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.metrics import Histogram, RequestMetrics, one_two_five
-from gateway.output_processor import FinishedRequest, TokenTimes
+from gateway.output_statistics import FinishedRequest, TokenTimes
 from gateway.status import FrontEndStatus, LoraStatus, RankStatus, StatusSnapshot, Totals
 
 

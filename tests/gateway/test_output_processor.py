@@ -15,7 +15,8 @@ from cores.messages import EngineCoreOutputs, Finished, FinishReason, FirstToken
 from cores.sampling_params import RequestOutputKind, SamplingParams
 from cores.testing import make_tiny_tokenizer
 from gateway.errors import EngineDeadError, EngineGenerateError, OverloadedError
-from gateway.output_processor import FinishedRequest, OutputProcessor, ProcessedOutputs, TokenTimes
+from gateway.output_processor import OutputProcessor, ProcessedOutputs
+from gateway.output_statistics import FinishedRequest, TokenTimes
 from gateway.outputs import CompletionOutput, RequestOutput, to_pooling_output
 from gateway.parallel_sampling import ParentRequest
 from gateway.request_state import RankStay

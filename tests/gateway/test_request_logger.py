@@ -8,7 +8,7 @@ import pytest
 
 from cores.sampling_params import SamplingParams
 from cores.testing import make_request
-from gateway.output_processor import FinishedRequest
+from gateway.output_statistics import FinishedRequest
 from gateway.request_logger import RequestLogger, describe
 
 

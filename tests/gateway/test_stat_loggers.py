@@ -12,7 +12,8 @@ import pytest
 
 from cores.testing import ManualClock, make_tiny_model_dir
 from gateway.config import GatewayConfig
-from gateway.output_processor import FinishedRequest, OutputProcessor, TokenTimes
+from gateway.output_processor import OutputProcessor
+from gateway.output_statistics import FinishedRequest, TokenTimes
 from gateway.stat_loggers import LogLine, StatLogger, StatLoggers, log_line
 from gateway.status import FrontEndStatus, RankStatus, StatusSnapshot, Totals
 from gateway.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from cores.testing import ManualClock
 from gateway.config import ConfigError, GatewayConfig, ObservabilityConfig
-from gateway.output_processor import FinishedRequest
+from gateway.output_statistics import FinishedRequest
 from gateway.request_state import RankStay
 from gateway.server.app import create_app, trace
 from gateway.server.state import ServerState
