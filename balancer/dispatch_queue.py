@@ -107,7 +107,7 @@ class DispatchQueue:
     def _lane_for(self, request: RoutingRequest) -> list[_Queued]:
         name = self._lane_name(request)
         if name not in self._lanes:
-            self._share.begin_waiting(name, self._lanes.keys())
+            self._share.begin_waiting(name)
             self._lanes[name] = []
         return self._lanes[name]
 
@@ -201,6 +201,7 @@ class DispatchQueue:
         self.num_tokens -= queued.request.num_prompt_tokens
 
     def check_invariants(self) -> None:
+        self._share.check_invariants()
         assert all(lane == sorted(lane, key=_place) and lane for lane in self._lanes.values())
         assert self._by_handle == {queued.handle: queued for lane in self._lanes.values() for queued in lane}
         assert all(self._lane_name(queued.request) == name for name, lane in self._lanes.items() for queued in lane)

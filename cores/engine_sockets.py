@@ -45,6 +45,7 @@ from cores.messages import (
 )
 from cores.output_backlog import MAX_BACKLOG_BYTES, OutputBacklog
 from cores.report_timer import ReportTimer, View
+from cores.words import counted
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +189,8 @@ class InputThread(threading.Thread):
                 self._note_malformed(f"front end {client}", error)
             else:
                 if num_lost := self._gaps[client].num_lost_before(message.seq):
-                    raise CommandsLostError(f"{num_lost} commands of front end {client} were lost: its connection broke")
+                    lost = counted(num_lost, "command")
+                    raise CommandsLostError(f"{lost} of front end {client} got lost: its connection broke")
                 self._inbox.put(ClientCommand(client, message))
 
     def _read_control(self) -> None:

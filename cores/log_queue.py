@@ -60,7 +60,7 @@ class LogQueue(io.TextIOBase):
                 while data:
                     data = data[os.write(self._fd, data) :]
             if num_lost:
-                logger.warning("whoever reads this log was too slow: %d lines before this one are missing", num_lost)
+                logger.warning("whoever reads this log was too slow; lines that are missing before this one: %d", num_lost)
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until everything is written. False when it is not in time."""

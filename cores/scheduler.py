@@ -28,6 +28,7 @@ from cores.messages import Finished, FinishReason, PromptLogprobsChunk, RankLoad
 from cores.priority import Room, who_gives_way
 from cores.request import Request, RequestKey, RequestStatus
 from cores.runner.interface import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from cores.words import counted
 
 MAX_PASSED_OVER = 32  # enough for a good batch of one adapter's requests before the next one's turn
 MAX_LOOK_AHEAD = 256  # requests that one step looks at for one whose adapter has a slot: a long queue must not cost every step
@@ -163,15 +164,15 @@ class Scheduler:
         num_tokens, config, kv, to_come = request.num_tokens, self.config, self.kv_cache, request.num_tokens_to_come
         if num_tokens == 0:
             return Finished(FinishReason.ERROR, error="the prompt is empty")
+        prompt = f"a prompt of {counted(num_tokens, 'token')}"
         if num_tokens + to_come > config.max_model_len:
             problem = "leaves no room for output" if to_come else "is too long"
-            message = f"a prompt of {num_tokens} tokens {problem}: the model takes {config.max_model_len} in all"
+            message = f"{prompt} {problem}: the model takes {config.max_model_len} in all"
             return Finished(FinishReason.ERROR, error=message)
         if num_tokens + to_come > kv.num_tokens_capacity:
             num_needed, and_one = kv.num_blocks_for(num_tokens + to_come), " and one of output" * to_come
             message = (
-                f"a prompt of {num_tokens} tokens{and_one} need {num_needed} KV cache blocks of {kv.block_size} tokens,"
-                f" there are {kv.num_blocks}"
+                f"{prompt}{and_one} need {num_needed} KV cache blocks of {kv.block_size} tokens, there are {kv.num_blocks}"
             )
             return Finished(FinishReason.ERROR, error=message)
         if num_tokens >= request.max_total_tokens:  # continued from elsewhere, where it had just used up its budget

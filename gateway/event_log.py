@@ -3,24 +3,28 @@
 The front ends of one endpoint share a log: a file to which each appends what it sees. An event's `seq` is the number of its
 line, so it never changes, grows in the order in which events became known, and outlives the front end that wrote it. Appending
 needs no lock that a stopped process could keep: the kernel puts whole lines one behind the other.
+
+What all front ends see is one event, the first one's line. Where it counts requests, each adds those of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from cores.words import counted
 from gateway.status import Event
 
 logger = logging.getLogger(__name__)
 
 MAX_EVENTS = 200
+REQUESTS = "{requests}"  # in a text: how many, all front ends together
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +37,38 @@ class Entry:
     text: str
     epoch: int | None = None
     occurrence: int = 0  # tells those of one kind in one life apart: equal for all front ends that see the same
+    num_requests: int = 0  # of whoever wrote it
+
+    @property
+    def key(self) -> tuple[str, int | None, int, int] | None:
+        """Equal where several front ends tell of one event. None: of what only one can tell."""
+        return None if self.epoch is None else (self.kind, self.rank, self.epoch, self.occurrence)
+
+    def told(self) -> str:
+        before, mark, after = self.text.partition(REQUESTS)  # the first: a cause of death may hold anything
+        return before + counted(self.num_requests, "request") + after if mark else before
 
 
 class EventLog:
     """Of a front end that is alone."""
 
     def __init__(self) -> None:
-        self._entries: deque[tuple[int, Entry]] = deque(maxlen=MAX_EVENTS)
+        self._entries: dict[int, Entry] = {}  # by number, the latest
         self._seq = 0
-        self._known: set[tuple[str, int | None, int, int]] = set()
+        self._known: dict[tuple[str, int | None, int, int], int] = {}  # the number of each that all front ends see
 
-    def add(self, kind: str, rank: int | None, text: str, now: float, epoch: int | None = None, occurrence: int = 0) -> None:
+    def add(
+        self,
+        kind: str,
+        rank: int | None,
+        text: str,
+        now: float,
+        epoch: int | None = None,
+        occurrence: int = 0,
+        num_requests: int = 0,
+    ) -> None:
         """With an `epoch` it is an event of that life of the rank, which all front ends see and which counts once."""
-        self._append(Entry(now, kind, rank, text, epoch, occurrence))
+        self._append(Entry(now, kind, rank, text, epoch, occurrence, num_requests))
 
     def _append(self, entry: Entry) -> None:
         self._take(entry)
@@ -55,18 +78,24 @@ class EventLog:
         self._seq += 1
         if entry is None:
             return
-        if entry.epoch is not None:
-            key = (entry.kind, entry.rank, entry.epoch, entry.occurrence)
-            if key in self._known:
+        if entry.key is not None:
+            first = self._known.setdefault(entry.key, self._seq)
+            if first != self._seq:
+                self._add_requests(first, entry.num_requests)
                 return
-            self._known.add(key)
-        self._entries.append((self._seq, entry))
+        self._entries[self._seq] = entry
+        if len(self._entries) > MAX_EVENTS:
+            del self._entries[next(iter(self._entries))]
+
+    def _add_requests(self, seq: int, number: int) -> None:
+        if (known := self._entries.get(seq)) is not None:
+            self._entries[seq] = dataclasses.replace(known, num_requests=known.num_requests + number)
 
     def events(self, now: float) -> tuple[Event, ...]:
         """By number."""
         return tuple(
-            Event(seq=seq, age_s=round(max(0.0, now - e.at_s), 3), kind=e.kind, rank=e.rank, text=e.text, epoch=e.epoch)
-            for seq, e in self._entries
+            Event(seq=seq, age_s=round(max(0.0, now - e.at_s), 3), kind=e.kind, rank=e.rank, text=e.told(), epoch=e.epoch)
+            for seq, e in self._entries.items()
         )
 
 

@@ -28,6 +28,7 @@ from cores.curve import GroupKey
 from cores.launch.child_process import end_with_parent, read_task
 from cores.log import set_up_logging
 from cores.log_queue import unblock_stderr
+from cores.words import counted
 from gateway.admission import OneFrontEnd, SharedSlots, UsageSlots
 from gateway.async_llm import AsyncLLM
 from gateway.client_status import starting_snapshot
@@ -143,10 +144,11 @@ class FrontEnd:
             await asyncio.sleep(delay_s)
             timeout_s -= delay_s
         llm.start_draining()
-        in_flight = llm.output_processor.num_unfinished
-        logger.info("draining %d requests for at most %.0f s", in_flight, timeout_s)
+        in_flight = counted(llm.output_processor.num_unfinished, "request")
+        logger.info("draining %s for at most %.0f s", in_flight, timeout_s)
         if not await llm.wait_until_idle(timeout_s):
-            logger.warning("%d requests were not done in time and are aborted", llm.output_processor.num_unfinished)
+            late = counted(llm.output_processor.num_unfinished, "request")
+            logger.warning("not done in time and aborted: %s", late)
             llm.abort_all()
         await server.stop()
         await llm.shutdown()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from cores.messages import EngineCoreRequest
 from cores.sampling_params import SamplingParams
+from cores.words import counted
 from gateway.output_statistics import FinishedRequest
 from gateway.stat_loggers import StatLogger
 
@@ -48,9 +49,10 @@ class RequestLogger(StatLogger):
         first_s = request.first_token_s
         ttft = "no token" if first_s is None else f"first token after {first_s - request.arrival_s:.3f} s"
         last_s = "" if request.last_token_s is None else f", last after {request.last_token_s - request.arrival_s:.3f} s"
+        tokens = counted(request.num_generation_tokens, "token")
         logger.info(
-            "request %s: ended by %s on rank %s with %d tokens, %s%s", request.internal_id, request.finish_reason, request.rank,
-            request.num_generation_tokens, ttft, last_s, extra={"request_id": request.internal_id, "rank": request.rank},
+            "request %s: ended by %s on rank %s with %s, %s%s", request.internal_id, request.finish_reason, request.rank,
+            tokens, ttft, last_s, extra={"request_id": request.internal_id, "rank": request.rank},
         )  # fmt: skip
 
     def _cut(self, prompt: str | Sequence[int] | None) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cores.launch.interface import LaunchError
+from cores.words import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,5 +72,6 @@ def gpu_variables(
         return {}
     if local_rank >= len(gpus):
         shown = ", ".join(gpus) or "none"
-        raise LaunchError(f"{num_local_ranks} ranks on this machine need a GPU each, visible: {shown}; or use --device cpu")
+        need = counted(num_local_ranks, "rank on this machine needs a GPU", "ranks on this machine need a GPU each")
+        raise LaunchError(f"{need}, visible: {shown}; or use --device cpu")
     return {"CUDA_VISIBLE_DEVICES": gpus[local_rank].strip()}

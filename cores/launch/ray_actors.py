@@ -61,6 +61,7 @@ from cores.launch.ray_summary import summary
 from cores.log import set_up_logging
 from cores.log_queue import drain_stderr, unblock_stderr
 from cores.messages import RankId
+from cores.words import counted
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +187,8 @@ class RayActorLauncher:
             return 1
         if there == 0 and launch.config.device == "auto":
             return 0
-        raise LaunchError(f"{self._num_ranks} ranks on this node need a GPU each, Ray has {there}; or use --device cpu")
+        need = counted(self._num_ranks, "rank on this node needs a GPU", "ranks on this node need a GPU each")
+        raise LaunchError(f"{need}, Ray has {there}; or use --device cpu")
 
     async def _find_place(self, life: RankId, num_gpus: int) -> Place:
         """A node, booked for that life, and how many ranks share it. Waits until there is one, bounded."""

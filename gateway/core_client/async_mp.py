@@ -24,6 +24,7 @@ from cores import messages as m
 from cores.codec import Message
 from cores.control_messages import AbortElsewhere, FrontEndHello
 from cores.curve import GroupKey
+from cores.words import counted
 from gateway.config import GatewayConfig
 from gateway.core_client.base import (
     EngineCoreClient,
@@ -41,7 +42,7 @@ from gateway.core_client.ranks import Ranks
 from gateway.core_client.utility_calls import UtilityCalls, count_survivors, left_behind
 from gateway.embedded import EmbeddedLauncher, start_embedded_launcher
 from gateway.errors import EngineDeadError, InvalidRequestError
-from gateway.event_log import EventLog, make_event_log
+from gateway.event_log import REQUESTS, EventLog, make_event_log
 from gateway.status import RankStatus
 
 logger = logging.getLogger(__name__)
@@ -285,7 +286,7 @@ class AsyncMPClient(EngineCoreClient):
 
     def _on_lost(self, rank_id: m.RankId, num_messages: int) -> None:
         """Tokens may be missing: what the rank was doing for us is done again from where we know it, by another."""
-        self.ranks.declare_dead(rank_id, f"{num_messages} messages of it were lost: its connection broke")
+        self.ranks.declare_dead(rank_id, f"{counted(num_messages, 'message')} of it got lost: its connection broke")
 
     def _on_serving(self, life: RankLife) -> None:
         """A rank takes requests from now on."""
@@ -358,10 +359,11 @@ class AsyncMPClient(EngineCoreClient):
         """For the counters and the event log."""
         if (rank := self.ranks.find(died.rank_id.rank)) is not None:
             rank.requests_moved_away += num_moved
-        if num_moved:
-            lost = f", {num_lost} failed" if num_lost else ""
-            text = f"{num_moved} requests of epoch {died.rank_id.epoch} go on elsewhere{lost}"
-            self.events.add("move", died.rank_id.rank, text, self._clock())
+        number, epoch = died.rank_id.rank, died.rank_id.epoch
+        for occurrence, (what, num) in enumerate((("go on elsewhere", num_moved), ("failed", num_lost))):
+            if num:
+                text = f"{REQUESTS} of epoch {epoch} {what}"
+                self.events.add("move", number, text, self._clock(), epoch, occurrence, num)
 
     # --- the clockwork ------------------------------------------------------------------------------------------------
 

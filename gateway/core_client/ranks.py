@@ -21,11 +21,12 @@ from cores import control_messages as control
 from cores import messages as m
 from cores.codec import Message
 from cores.gaps import seq_before_life
+from cores.words import counted
 from gateway.config import FaultConfig, GatewayConfig
 from gateway.core_client.base import EngineDied, EngineFailed, RanksChanged, Received
 from gateway.core_client.rank import Rank, RankLife
 from gateway.errors import EngineDeadError, GatewayError, OverloadedError
-from gateway.event_log import EventLog
+from gateway.event_log import REQUESTS, EventLog
 from gateway.status import Lives, RankStatus
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class Ranks:
         self._on_serving = on_serving
         self._ranks = {rank: Rank(self._new_life(m.RankId(rank, 0))) for rank in config.parallel.ranks}
         self._removed: dict[int, Rank] = {}  # a rank that gets their number counts on
+        self._has_heard = False  # of the group, from the launcher
         self._last_eligible: set[m.RankId] = set()
         self._early: dict[
             int, tuple[bytes, m.EngineReady]
@@ -208,7 +210,7 @@ class Ranks:
     def on_group_state(self, group: control.GroupState) -> None:
         """The launcher's verdicts."""
         now = self._clock()
-        self._note_membership({record.rank for record in group.ranks}, now)
+        self._note_membership({record.rank: record.epoch for record in group.ranks}, now)
         for record in group.ranks:
             rank = self._ranks[record.rank]
             if record.epoch < rank.life.rank_id.epoch:
@@ -241,20 +243,26 @@ class Ranks:
             rank, epoch = record.rank, record.epoch
             self.events.add("drain", rank, f"epoch {epoch} {texts[record.state]}", now, epoch, record.num_drain_orders)
 
-    def _note_membership(self, numbers: set[int], now: float) -> None:
-        """An operator has added ranks, or removed some."""
-        for number in numbers - self._ranks.keys():
+    def _note_membership(self, epochs: dict[int, int], now: float) -> None:
+        """An operator has added ranks, or removed some. What was done before we started is no news."""
+        for number in epochs.keys() - self._ranks.keys():
             self._add(number)
-            self.events.add("scale", number, "added", now)
+            if self._has_heard:
+                self.events.add("scale", number, "added", now, epochs[number])
             if number in self._early:
                 self.on_engine_ready(*self._early.pop(number))
-        for number in self._ranks.keys() - numbers:
+        for number in self._ranks.keys() - epochs.keys():
             life = self._ranks[number].life
-            life.is_leaving = True
-            self._read_all()
-            self.declare_dead(life.rank_id, "removed by an operator", tell_launcher=False)
+            if self._has_heard or life.ready is not None:
+                self._end_removed(life, now)
             self._removed[number] = self._ranks.pop(number)
-            self.events.add("scale", number, "removed", now)
+        self._has_heard = True
+
+    def _end_removed(self, life: RankLife, now: float) -> None:
+        life.is_leaving = True
+        self._read_all()
+        self.declare_dead(life.rank_id, "removed by an operator", tell_launcher=False)
+        self.events.add("scale", life.rank_id.rank, "removed", now, life.rank_id.epoch)
 
     def _add(self, number: int) -> None:
         before, life = self._removed.pop(number, None), self._new_life(m.RankId(number, 0))
@@ -283,10 +291,12 @@ class Ranks:
         rank.on_death(headline, now)
         self._note_change()
         is_by_order = rank.life.is_leaving
-        end, num_held = "ended" if is_by_order else "died", len(self._ledger.handles_on(rank_id))
-        text = f"{end} with {num_held} requests in flight: {headline}"
-        self.events.add("drain" if is_by_order else "death", rank_id.rank, f"epoch {rank_id.epoch} {text}", now, rank_id.epoch)
-        logger.log(logging.INFO if self._closed or is_by_order else logging.ERROR, "%s %s", rank_id, text)
+        kind, end = ("drain", "ended") if is_by_order else ("death", "died")
+        num_held = len(self._ledger.handles_on(rank_id))
+        text = f"epoch {rank_id.epoch} {end} with {REQUESTS} in flight: {headline}"
+        self.events.add(kind, rank_id.rank, text, now, rank_id.epoch, num_requests=num_held)
+        level = logging.INFO if self._closed or is_by_order else logging.ERROR
+        logger.log(level, "%s %s with %s in flight: %s", rank_id, end, counted(num_held, "request"), headline)
         self._put(EngineDied(rank_id, headline, is_by_order or rank.life.is_node_lost))
         if tell_launcher:
             self._tell_launcher(control.RankDied(rank_id, headline))

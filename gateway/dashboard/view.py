@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from rich.style import Style
 
+from cores.words import counted
 from gateway.dashboard.board import WINDOW_S, Board, Endpoint, RankKey
 from gateway.dashboard.lines import (
     ALARM,
@@ -150,7 +151,7 @@ class _Page:
         rows.sort(key=lambda row: (row[1].error is None, row[1].status is not None and row[1].status.state == "ready", row[0]))
         shown, rest = rows[: limit - 1] if limit > 1 else rows[:1], rows[limit - 1 :] if limit > 1 else rows[1:]
         num_bad = sum(e.error is not None or (e.status is not None and e.status.state != "ready") for _, e in rest)
-        text = f"and {len(rest)} more endpoints, {f'{num_bad} of them not ready' if num_bad else 'all ready'}"
+        text = f"and {counted(len(rest), 'more endpoint')}, {f'{num_bad} of them not ready' if num_bad else 'all ready'}"
         return [*(self.endpoint(index, endpoint) for index, endpoint in shown), self.line().add(text, RED if num_bad else DIM)][
             : max(limit, 1)
         ]
@@ -231,13 +232,13 @@ class _Page:
     def totals(self) -> Line:
         """Since the start. What grew in the last minute and should not have is red."""
         board = self.board
-        pieces: list[tuple[str, Style]] = [(f"{count(board.total('requests'))} requests", PLAIN)]
+        pieces: list[tuple[str, Style]] = [(counted(count(board.total("requests")), "request"), PLAIN)]
         for name in ("failed", "rejected", "moved", "aborted"):
             lately = board.growth(name)
             style = BOLD_RED if name == "failed" and lately else YELLOW if name != "aborted" and lately else PLAIN
             pieces.append((f"{count(board.total(name))} {name}" + (f" (+{count(lately)})" if lately else ""), style))
         pieces += [
-            (f"{count(board.total('prompt_tokens'))} tokens in", PLAIN),
+            (f"{counted(count(board.total('prompt_tokens')), 'token')} in", PLAIN),
             (f"{count(board.total('generation_tokens'))} out", PLAIN),
         ]
         return self.line().add(" ").pieces(pieces)

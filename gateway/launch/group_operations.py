@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator
 
 from cores.control_messages import GroupOrder, GroupOrderDone
+from cores.words import counted
 from gateway.launch.group_ledger import OrderError
 from gateway.launch.rank_supervisor import RankSupervisor
 
@@ -25,7 +26,7 @@ class GroupOperations:
 
     async def carry_out(self, order: GroupOrder) -> GroupOrderDone:
         """Whatever goes wrong is in the answer."""
-        what = f"scale to {order.size} ranks" if order.action == "scale" else f"{order.action} rank {order.rank}"
+        what = f"scale to {counted(order.size, 'rank')}" if order.action == "scale" else f"{order.action} rank {order.rank}"
         logger.info("order: %s", what)
         try:
             await self._carry_out(order)

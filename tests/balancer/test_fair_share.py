@@ -106,9 +106,9 @@ def test_alone_a_tenant_gets_all_there_is() -> None:
 
 def test_what_a_tenant_did_not_use_is_not_kept_for_it() -> None:
     share = FairShare()
-    share.begin_waiting("a", ())
+    share.begin_waiting("a")
     share.on_dispatch("a", 5000)
-    share.begin_waiting("b", ["a"])
+    share.begin_waiting("b")
     assert share.served("b") == share.served("a") == 5000
     share.on_tokens("b", 10)
     assert share.served("b") == 5000 + OUTPUT_WEIGHT * 10
@@ -116,11 +116,44 @@ def test_what_a_tenant_did_not_use_is_not_kept_for_it() -> None:
 
 def test_who_comes_when_nobody_waits_begins_where_the_last_one_was() -> None:
     share = FairShare()
-    share.begin_waiting("a", ())
+    share.begin_waiting("a")
     share.on_dispatch("a", 5000)
     share.end_waiting("a")
-    share.begin_waiting("b", ())
+    share.begin_waiting("b")
     assert share.served("b") == 5000
     share.on_dispatch("b", 100)
-    share.begin_waiting("a", ["b"])
+    share.begin_waiting("a")
     assert share.served("a") == 5100
+
+
+def test_of_tenants_that_come_once_few_are_remembered_and_they_cannot_push_out_who_was_served_much() -> None:
+    share = FairShare(max_idle_tenants=100)
+    share.begin_waiting("steady")
+    share.begin_waiting("much")
+    share.on_dispatch("much", 50_000)
+    share.on_tokens("much", 1)
+    share.end_waiting("much")
+    for number in range(5_000):  # as many as it takes: none of them can push it out
+        tenant = f"once-{number}"
+        share.begin_waiting(tenant)
+        share.on_dispatch(tenant, 5)
+        share.end_waiting(tenant)
+        share.on_tokens(tenant, 1)
+        share.on_dispatch("steady", 1)
+        share.check_invariants()
+    assert share.served("much") == 50_000 + OUTPUT_WEIGHT
+
+
+def test_who_was_forgotten_is_served_as_one_that_comes_new() -> None:
+    share = FairShare(max_idle_tenants=1)
+    share.begin_waiting("a")
+    for tenant, tokens in (("b", 1), ("c", 2)):
+        share.begin_waiting(tenant)
+        share.on_dispatch(tenant, tokens)
+        share.end_waiting(tenant)
+    share.on_dispatch("a", 700)
+    assert share.served("b") == share.served("c") == share.served("nobody yet") == 700
+    share.begin_waiting("b")
+    share.on_dispatch("b", 5)
+    assert share.served("b") == 705
+    share.check_invariants()

@@ -61,7 +61,7 @@ def test_an_engine_that_misses_a_command_of_a_front_end_says_so_and_ends(launche
         assert [inbox.get(timeout=DEADLINE_S) for _ in range(2)] == [ClientCommand(0, AbortRequests(i, (9,))) for i in (1, 2)]
         failed = inbox.get(timeout=DEADLINE_S)
         assert isinstance(failed, ThreadFailed)
-        assert str(failed.error) == "1 commands of front end 0 were lost: its connection broke"
+        assert str(failed.error) == "1 command of front end 0 got lost: its connection broke"
         thread.join(DEADLINE_S)
         sockets.close()
         front_end.close(linger=0)

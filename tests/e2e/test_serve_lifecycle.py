@@ -115,7 +115,7 @@ def test_second_signal_ends_the_drain_at_once(marked: MarkedRun, simulated: list
     serve = marked.start(*simulated, "step_ms=1000", "--port", "0", "--shutdown-timeout", "10000")
     begin_endless_request(marked.url)
     serve.terminate()
-    marked.until_log_has("draining 1 requests")
+    marked.until_log_has("draining 1 request for")
     serve.terminate()
     assert serve.wait(END_TIMEOUT_S) == 128 + signal.SIGTERM
     assert marked.leftovers() == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.event_log import MAX_EVENTS, EventLog, SharedEventLog, make_event_log
+from gateway.event_log import MAX_EVENTS, REQUESTS, EventLog, SharedEventLog, make_event_log
 
 
 def rows(log: EventLog, now: float = 10.0) -> list[tuple[int, str, int | None, float, str]]:
@@ -23,17 +23,30 @@ def test_what_all_front_ends_saw_is_one_event_and_what_each_did_is_each_ones(pat
     one, other = SharedEventLog(path), SharedEventLog(path)
     one.add("ready", 0, "epoch 1 is ready", 1.0, 1)
     other.add("ready", 0, "epoch 1 is ready", 1.1, 1)
-    other.add("death", 1, "epoch 1 died with 2 requests in flight", 5.0, 1)
-    one.add("death", 1, "epoch 1 died with 3 requests in flight", 5.0, 1)
-    other.add("move", 1, "2 requests go on elsewhere", 5.1)
-    one.add("move", 1, "3 requests go on elsewhere", 5.2)
+    other.add("note", 1, "of the other", 5.1)
+    one.add("note", 1, "of the one", 5.2)
     expected = [
         (1, "ready", 0, 9.0, "epoch 1 is ready"),
-        (3, "death", 1, 5.0, "epoch 1 died with 2 requests in flight"),
-        (5, "move", 1, 4.9, "2 requests go on elsewhere"),
-        (6, "move", 1, 4.8, "3 requests go on elsewhere"),
+        (3, "note", 1, 4.9, "of the other"),
+        (4, "note", 1, 4.8, "of the one"),
     ]
     assert rows(one) == rows(other) == expected
+
+
+def test_a_death_tells_the_requests_of_all_front_ends_and_not_of_the_first_to_see_it(path: Path) -> None:
+    one, other, late = SharedEventLog(path), SharedEventLog(path), SharedEventLog(path)
+    cause = f"it said {REQUESTS}"
+
+    def note_death(log: SharedEventLog, num_requests: int) -> None:
+        log.add("death", 1, f"epoch 1 died with {REQUESTS} in flight: {cause}", 5.0, 1, num_requests=num_requests)
+
+    note_death(other, 0)
+    assert rows(one) == [(1, "death", 1, 5.0, f"epoch 1 died with 0 requests in flight: {cause}")]
+    note_death(one, 1)
+    assert rows(one) == rows(other) == [(1, "death", 1, 5.0, f"epoch 1 died with 1 request in flight: {cause}")]
+    note_death(late, 2)
+    expected = [(1, "death", 1, 5.0, f"epoch 1 died with 3 requests in flight: {cause}")]
+    assert rows(one) == rows(other) == rows(late) == rows(SharedEventLog(path)) == expected
 
 
 def test_the_second_time_of_the_same_in_one_life_is_another_event(path: Path) -> None:

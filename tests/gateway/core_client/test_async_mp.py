@@ -104,7 +104,7 @@ async def test_a_connection_that_broke_with_tokens_in_it_ends_that_life_before_t
     await group.engines[0].say(group.outputs(ZERO, 4, handle))
     assert isinstance(await group.received(), EngineCoreOutputs)
     died = await group.received()
-    assert died == EngineDied(ZERO, "2 messages of it were lost: its connection broke")
+    assert died == EngineDied(ZERO, "2 messages of it got lost: its connection broke")
     await group.until(lambda: RankDied(ZERO, died.cause) in group.said)
     assert [sent.request.handle for sent in group.client.on_engine_died(died)] == [handle]
     assert group.client.num_stale_frames == 1

@@ -11,7 +11,7 @@ from balancer.ledger import LoadLedger
 from cores.config import EngineConfig
 from cores.control_messages import GroupOrder, GroupOrderDone, RankDied, RankIdle, RankRecord
 from cores.messages import AddRequest, Heartbeat, RankId, RankLoad, SchedulerStats
-from gateway.config import GatewayConfig
+from gateway.config import GatewayConfig, ParallelConfig
 from gateway.core_client.base import EngineDied
 from gateway.core_client.ranks import Ranks
 from gateway.errors import EngineDeadError, InvalidRequestError
@@ -64,26 +64,27 @@ async def test_a_drain_is_one_event_however_often_it_is_told_and_whatever_we_thi
     assert texts == [no_more, again, no_more]
 
 
+def start_front_end(directory: Path, num_ranks: int = 1) -> Ranks:
+    """One of several that share an event log, or one that starts again."""
+
+    def ignore(*_: object) -> None: ...
+
+    config = GatewayConfig(engine=EngineConfig(model="m"), parallel=ParallelConfig(data_parallel_size=num_ranks))
+    return Ranks(
+        config, 0, 1, LoadLedger(), lambda: 0.0, events=SharedEventLog(directory / "events"),
+        put=ignore, tell_launcher=ignore, read_all=lambda: None, on_serving=ignore,
+    )  # fmt: skip
+
+
 async def test_a_drain_after_a_front_end_has_started_again_is_told_and_the_one_before_it_once(tmp_path: Path) -> None:
-    config = GatewayConfig(engine=EngineConfig(model="m"))
-
-    def start_front_end() -> Ranks:
-        def ignore(*_: object) -> None: ...
-
-        log = SharedEventLog(tmp_path / "events")
-        return Ranks(
-            config, 0, 1, LoadLedger(), lambda: 0.0, events=log,
-            put=ignore, tell_launcher=ignore, read_all=lambda: None, on_serving=ignore,
-        )  # fmt: skip
-
     launcher = GroupLedger([0], max_restarts=3)
     launcher.on_ready(launcher.begin(0))
-    front_end = start_front_end()
+    front_end = start_front_end(tmp_path)
     orders = [launcher.drain, launcher.undrain, launcher.drain]
     for order in orders:
         order(0)
         front_end.on_group_state(launcher.snapshot())
-        front_end = start_front_end()
+        front_end = start_front_end(tmp_path)
         front_end.on_group_state(launcher.snapshot())
     texts = [event.text for event in front_end.events.events(0.0) if event.kind == "drain"]
     no_more, again = "epoch 1 gets no new requests", "epoch 1 gets new requests again"
@@ -127,6 +128,36 @@ async def test_an_added_rank_takes_requests_and_a_removed_one_is_gone_with_what_
     group.client.note_moved(died, 0, 0)
     assert group.client.on_engine_died(died) == []
     assert [message for message in group.said if isinstance(message, RankDied)] == []
+
+
+async def test_a_change_of_the_number_of_ranks_is_one_event_however_many_front_ends_there_are_and_no_news_to_one_that_restarts(
+    tmp_path: Path,
+) -> None:
+    launcher = GroupLedger([0, 1], max_restarts=3)
+    for rank in (0, 1):
+        launcher.on_ready(launcher.begin(rank))
+    front_ends = [start_front_end(tmp_path, num_ranks=2) for _ in range(2)]
+
+    def tell() -> None:
+        for front_end in front_ends:
+            front_end.on_group_state(launcher.snapshot())
+
+    tell()
+    launcher.add(2)
+    launcher.on_ready(launcher.begin(2))
+    tell()
+    front_ends[1] = start_front_end(tmp_path, num_ranks=2)
+    launcher.leave(1, "remove")
+    launcher.on_death(ONE, "removed by an operator", 0.0)
+    tell()
+    front_ends[1] = start_front_end(tmp_path, num_ranks=2)
+    tell()
+    events = [(event.kind, event.rank, event.text) for event in front_ends[1].events.events(0.0)]
+    assert events == [
+        ("scale", 2, "added"),
+        ("drain", 1, "epoch 1 ended with 0 requests in flight: removed by an operator"),
+        ("scale", 1, "removed"),
+    ]
 
 
 async def test_a_rank_that_gets_the_number_of_a_removed_one_counts_on(group: FakeGroup) -> None:
