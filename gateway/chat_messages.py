@@ -12,7 +12,10 @@ _MEDIA = {
     "image_url": "image", "input_image": "image", "image": "image", "input_audio": "audio", "audio_url": "audio",
     "video_url": "video", "file": "file", "input_file": "file",
 }  # fmt: skip
-_TEXT_FIELD = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_TEXT_FIELD = {
+    "text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "reasoning_text": "text",
+    "summary_text": "text",
+}  # fmt: skip
 
 
 def normalise_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

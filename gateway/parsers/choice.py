@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.parsers.reasoning import END, START, ReasoningParser
@@ -14,24 +14,25 @@ class CallStage(Protocol):
     def finish(self) -> CallsAndContent: ...
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceDelta:
-    reasoning: str = ""
-    content: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
+@dataclass(slots=True)
+class ChoiceDelta(CallsAndContent):
+    reasoning: str = ""  # in front of all else
 
     def __bool__(self) -> bool:
-        return bool(self.reasoning or self.content or self.calls)
+        return bool(self.reasoning or self.parts)
 
     def __add__(self, other: ChoiceDelta) -> ChoiceDelta:
-        """Pieces of one call become one piece."""
-        calls: list[CallDelta] = []
-        for call in (*self.calls, *other.calls):
-            if calls and calls[-1].index == call.index:
-                calls[-1] = CallDelta(call.index, calls[-1].name, calls[-1].arguments + call.arguments)
+        """Pieces of one text, or of one call, become one piece."""
+        parts: list[str | CallDelta] = []
+        for part in (*self.parts, *other.parts):
+            last = parts[-1] if parts else None
+            if isinstance(part, str) and isinstance(last, str):
+                parts[-1] = last + part
+            elif isinstance(part, CallDelta) and isinstance(last, CallDelta) and last.index == part.index:
+                parts[-1] = CallDelta(last.index, last.name, last.arguments + part.arguments)
             else:
-                calls.append(call)
-        return ChoiceDelta(self.reasoning + other.reasoning, self.content + other.content, calls)
+                parts.append(part)
+        return ChoiceDelta(parts, self.reasoning + other.reasoning)
 
 
 class ChoiceParser:
@@ -45,19 +46,28 @@ class ChoiceParser:
 
     def push(self, text: str) -> ChoiceDelta:
         reasoning, content = ("", text) if self._reasoning is None else self._reasoning.push(text)
-        return self._delta(reasoning, CallsAndContent(content) if self._calls is None else self._calls.push(content))
+        return self._delta(reasoning, self._found(content))
 
     def finish(self) -> ChoiceDelta:
         """All that is held back: no more text will come."""
         reasoning, content = ("", "") if self._reasoning is None else self._reasoning.finish()
-        if self._calls is None:
-            return self._delta(reasoning, CallsAndContent(content))
-        return self._delta(reasoning, self._calls.push(content)) + self._delta("", self._calls.finish())
+        said = self._delta(reasoning, self._found(content))
+        return said if self._calls is None else said + self._delta("", self._calls.finish())
+
+    def _found(self, content: str) -> CallsAndContent:
+        if self._calls is not None:
+            return self._calls.push(content)
+        return CallsAndContent([content] if content else [])
 
     def _delta(self, reasoning: str, found: CallsAndContent) -> ChoiceDelta:
-        calls = [call for call in found.calls if self._max_calls is None or call.index < self._max_calls]
-        self.has_calls = self.has_calls or bool(calls)
-        return ChoiceDelta(reasoning, found.content, calls)
+        said = ChoiceDelta(reasoning=reasoning)
+        for part in found.parts:
+            if isinstance(part, str):
+                said.add(part)
+            elif self._max_calls is None or part.index < self._max_calls:
+                said.add(part)
+                self.has_calls = True
+        return said
 
 
 def parse_whole(parser: ChoiceParser, text: str) -> ChoiceDelta:

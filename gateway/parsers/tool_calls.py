@@ -53,8 +53,21 @@ class CallDelta:
 
 @dataclass(slots=True)
 class CallsAndContent:
-    content: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
+    """In the order in which they were said."""
+
+    parts: list[str | CallDelta] = field(default_factory=list)
+
+    @property
+    def content(self) -> str:
+        return "".join([part for part in self.parts if isinstance(part, str)])
+
+    @property
+    def calls(self) -> list[CallDelta]:
+        return [part for part in self.parts if isinstance(part, CallDelta)]
+
+    def add(self, part: str | CallDelta) -> None:
+        if part:
+            self.parts.append(part)
 
 
 class _At(Enum):
@@ -93,7 +106,7 @@ class ToolCallParser:
         """No more text will come: what was held back for what might follow is content, unless it only closes calls."""
         text, self._held = (self._opening or "") + self._held, ""
         closes_calls = self._at is _At.CALLS and self._opening is None
-        return CallsAndContent("" if closes_calls else text)
+        return CallsAndContent([] if closes_calls or not text else [text])
 
     # Each takes what it can from what is held, and says whether to go on.
 
@@ -102,10 +115,11 @@ class ToolCallParser:
             self._held = self._held.lstrip(WHITE_SPACE)
             self._is_behind_call = not self._held
         if not self._form.start:
-            out.content, self._held = out.content + self._held, ""
+            out.add(self._held)
+            self._held = ""
             return False
         before, marker, self._held = split_at_marker(self._held, self._form.start)
-        out.content += before
+        out.add(before)
         if not marker:
             return False
         self._at, self._opening, self._is_behind_call = _At.CALLS, marker, False
@@ -145,7 +159,7 @@ class ToolCallParser:
     def _in_arguments(self, out: CallsAndContent) -> bool:
         found, at = self._scanner.scan(self._held, 0, 1)
         if at:
-            out.calls.append(CallDelta(self._num_calls - 1, None, self._held[:at]))
+            out.add(CallDelta(self._num_calls - 1, None, self._held[:at]))
         self._held = self._held[at:]
         if found is not Found.NOTHING:
             self._at = _At.REST if found is Found.END else _At.CALLS
@@ -159,13 +173,13 @@ class ToolCallParser:
         return found is not Found.NOTHING
 
     def _begin_call(self, out: CallsAndContent, name: str, arguments: str = "") -> None:
-        out.calls.append(CallDelta(self._num_calls, name, arguments))
+        out.add(CallDelta(self._num_calls, name, arguments))
         self._num_calls += 1
         self._opening = None
 
     def _give_up(self, out: CallsAndContent, at: int) -> None:
         """It is no call up to there: content, as it was written."""
-        out.content += (self._opening or "") + self._held[:at]
+        out.add((self._opening or "") + self._held[:at])
         self._at, self._held, self._opening, self._is_behind_call = _At.CONTENT, self._held[at:], None, False
 
 
@@ -192,7 +206,7 @@ class NamedCallParser:
         if not text:
             return CallsAndContent()
         name, self._name = self._name, None
-        return CallsAndContent(calls=[CallDelta(0, name, text)])
+        return CallsAndContent([CallDelta(0, name, text)])
 
     def finish(self) -> CallsAndContent:
         return CallsAndContent()

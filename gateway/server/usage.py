@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from gateway.outputs import RequestOutput
@@ -44,3 +45,19 @@ class UsageCounter:
         if self._moves_by_prompt:
             document["num_moves"] = sum(self._moves_by_prompt.values())
         return document
+
+
+class ReasoningCounter:
+    """How many tokens of an answer that reasons do so: up to the token that ends it, or all. None can be told where no single
+    token ends it."""
+
+    def __init__(self, end_id: int | None) -> None:
+        self._end_id = end_id
+        self._is_over = end_id is None
+        self.num_tokens = 0
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        if self._is_over:
+            return
+        self._is_over = self._end_id in token_ids
+        self.num_tokens += token_ids.index(self._end_id) + 1 if self._is_over else len(token_ids)

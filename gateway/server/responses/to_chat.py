@@ -8,14 +8,16 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from cores.sampling_params import InvalidParameterError
-from gateway.chat_messages import MAX_MESSAGES, content_text
+from gateway.chat_messages import MAX_MESSAGES
 from gateway.errors import InvalidRequestError
+from gateway.server.responses.input_items import to_messages
 from gateway.server.responses.schema import ResponsesRequest, TextFormat
 from gateway.server.schema import ChatCompletionRequest, JsonSchemaFormat, ResponseFormat, SamplingRequest
 
 LOGPROBS = "message.output_text.logprobs"
-# Templates know "system" for what OpenAI calls "developer".
-_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+# What agents ask for to be able to send reasoning back. Ours is never encrypted: it comes and goes as text.
+ENCRYPTED = "reasoning.encrypted_content"
+CHOICES = ("none", "auto", "required")
 # What chat calls otherwise, where an error may name it.
 _RENAMED = {
     "messages": "input",
@@ -24,7 +26,7 @@ _RENAMED = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
 }
-_OLD_NAME = re.compile(r"\b(?:max_completion_tokens|max_tokens|response_format)\b")
+_OLD_NAME = re.compile(r"\b(?:max_completion_tokens|max_tokens|response_format)\b|(?<=\])\.function(?=\.)")
 
 
 def to_chat_request(request: ResponsesRequest) -> ChatCompletionRequest:
@@ -38,6 +40,9 @@ def to_chat_request(request: ResponsesRequest) -> ChatCompletionRequest:
         top_logprobs=request.top_logprobs if wants_logprobs else None,
         response_format=_response_format(request),
         chat_template_kwargs=request.chat_template_kwargs,
+        tools=_tools(request),
+        tool_choice=_tool_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls,
         **{name: getattr(request, name) for name in SamplingRequest.__struct_fields__},
     )
 
@@ -55,7 +60,7 @@ def own_field_names() -> Iterator[None]:
 
 
 def _renamed_in(message: str) -> str:
-    return _OLD_NAME.sub(lambda name: _RENAMED[name[0]], message)
+    return _OLD_NAME.sub(lambda name: _RENAMED.get(name[0], ""), message)
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
@@ -66,18 +71,32 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
         raise InvalidRequestError("input must not be empty", "input")
     if len(request.input) >= MAX_MESSAGES:
         raise InvalidRequestError(f"input takes less than {MAX_MESSAGES} items, got {len(request.input)}", "input")
-    return first + [_message(f"input[{i}]", item) for i, item in enumerate(request.input)]
+    messages = to_messages(request.input)
+    if not first and not messages:
+        raise InvalidRequestError("input has no item that says anything", "input")
+    return first + messages
 
 
-def _message(where: str, item: dict[str, Any]) -> dict[str, Any]:
-    kind, role = item.get("type", "message"), item.get("role")
-    if kind != "message":
-        raise InvalidRequestError(f"{where}.type must be 'message', got {kind!r:.80}: no other items are supported", "input")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise InvalidRequestError(f"{where}.role must be one of {', '.join(_ROLES)}, got {role!r:.80}", "input")
-    if item.get("content") is None:
-        raise InvalidRequestError(f"{where}.content is required", "input")
-    return {"role": _ROLES[role], "content": content_text(f"{where}.content", item["content"])}
+def _tools(request: ResponsesRequest) -> list[dict[str, Any]] | None:
+    """Flat here, wrapped in chat."""
+    return None if not request.tools else [_tool(f"tools[{i}]", tool) for i, tool in enumerate(request.tools)]
+
+
+def _tool(where: str, tool: dict[str, Any]) -> dict[str, Any]:
+    kind = tool.get("type")
+    if kind != "function":
+        shown = f"{kind!r:.80}" if isinstance(kind, str) else "none"
+        raise InvalidRequestError(f"{where}.type must be 'function', got {shown}: there are no built-in tools here", "tools")
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if choice is None or (isinstance(choice, str) and choice in CHOICES):
+        return choice
+    if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
+        return {"type": "function", "function": {"name": choice["name"]}}
+    kind = choice if isinstance(choice, str) else choice.get("type")
+    return _refuse("tool_choice", kind, f"{', '.join(map(repr, CHOICES))}, {{'type': 'function', 'name': …}}")
 
 
 def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
@@ -109,15 +128,11 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
         raise InvalidRequestError("background must be false: responses are not kept", "background")
     if request.prompt is not None:
         raise InvalidRequestError("prompt is not supported: there are no stored prompts; use input", "prompt")
-    if request.tools:
-        raise InvalidRequestError("tools are not supported yet; leave them out", "tools")
-    if request.tool_choice not in (None, "none", "auto"):
-        _refuse("tool_choice", request.tool_choice, "'none', 'auto'")
     if request.truncation not in (None, "disabled"):
         _refuse("truncation", request.truncation, "'disabled'")
     for item in request.include or ():
-        if item != LOGPROBS:
-            _refuse("include", item, repr(LOGPROBS))
+        if item not in (LOGPROBS, ENCRYPTED):
+            _refuse("include", item, f"{LOGPROBS!r}, {ENCRYPTED!r}")
     if request.text and request.text.verbosity not in (None, "medium"):
         _refuse("text.verbosity", request.text.verbosity, "'medium'")
     if request.reasoning:

@@ -10,6 +10,9 @@ from functools import partial
 from aiohttp import web
 
 from cores.sampling_params import SamplingParams
+from gateway.engine_client import EngineClient
+from gateway.errors import InvalidRequestError
+from gateway.parsers.reasoning import END
 from gateway.server.body import read_body
 from gateway.server.generation import Routing, generate
 from gateway.server.prompts import chat_prompt
@@ -21,6 +24,7 @@ from gateway.server.responses.to_chat import own_field_names, to_chat_request
 from gateway.server.sampling import to_sampling_params
 from gateway.server.schema import BodyDecoder, ChatCompletionRequest
 from gateway.server.state import REQUEST_ID, STATE
+from gateway.server.tools import answer_form, check_tools
 
 routes = web.RouteTableDef()
 _decoder = BodyDecoder(ResponsesRequest)
@@ -39,12 +43,29 @@ async def _respond(request: web.Request, body: ResponsesRequest, chat: ChatCompl
     engine = state.require_engine()
     model = state.resolve_model(body.model)
     engine.model_config.check_task("generate")
+    check_tools(chat, state.config.server.tool_call_parser)
     params = _sampling_params(chat)
     routing = Routing.from_request(request, request_id)
     # Before the work of rendering and tokenizing, which an overloaded server cannot afford for nothing.
     with engine.preparing(params.n):
         prompt = await chat_prompt(chat, engine)
-    head = ResponseHead(request_id, model, int(time.time()), len(prompt.token_ids), body, params)
+    form = answer_form(chat, state.config.server, prompt.text or "", has_grammar=params.structured_outputs is not None)
+    if form is not None and params.logprobs is not None:
+        raise InvalidRequestError(
+            "log-probabilities are not available with tools or a reasoning parser: they are of an answer's text before it is"
+            " taken apart, and /v1/chat/completions shows them",
+            "top_logprobs" if body.top_logprobs else "include",
+        )
+    head = ResponseHead(
+        request_id,
+        model,
+        created_at=int(time.time()),
+        num_prompt_tokens=len(prompt.token_ids),
+        request=body,
+        params=params,
+        form=form,
+        reasoning_end_id=_reasoning_end_id(engine) if state.config.server.reasoning_parser else None,
+    )
     outputs = generate(
         engine,
         [prompt],
@@ -60,9 +81,16 @@ async def _respond(request: web.Request, body: ResponsesRequest, chat: ChatCompl
         return await write_whole(outputs, partial(whole_response, head))
 
 
+def _reasoning_end_id(engine: EngineClient) -> int | None:
+    """None where the marker is not one token."""
+    token_ids = engine.renderer.tokenizer.encode(END, add_special_tokens=False)
+    return token_ids[0] if len(token_ids) == 1 else None
+
+
 def _sampling_params(chat: ChatCompletionRequest) -> SamplingParams:
     params = to_sampling_params(chat)
-    if chat.response_format is None or params.structured_outputs is None:
+    wanted = params.structured_outputs
+    if wanted is None or wanted.param != "response_format":
         return params
     # What is wrong with a schema is found out by its compiler, which begins its words with the field's name.
-    return replace(params, structured_outputs=replace(params.structured_outputs, param="text.format"))
+    return replace(params, structured_outputs=replace(wanted, param="text.format"))

@@ -179,4 +179,4 @@ def test_text_without_markers_passes_unchanged(text: str, name: str) -> None:
     joined = ChoiceDelta()
     for char in text:
         joined += parser.push(char)
-    assert joined + parser.finish() == ChoiceDelta(content=text)
+    assert joined + parser.finish() == ChoiceDelta([text] if text else [])
