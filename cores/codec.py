@@ -336,6 +336,7 @@ _KINDS: dict[int, type] = {
     36: control.AbortElsewhere,
     37: control.RankIdle,
     38: control.GroupOrder,
+    39: control.AbortedElsewhere,
     40: m.MemberReport,
     41: m.MemberLeft,
     42: m.GroupLoads,

@@ -154,6 +154,18 @@ class AbortElsewhere:
     """Somebody asked this front end to abort the requests of that id; the launcher tells the others."""
 
     request_id: str | None  # None: all that no rank has yet
+    tenant: str | None = None  # whose they must be; None: whoever's
+    asker: int = 0
+    call_id: int = 0  # of the front end that asks; 0: it wants no answer
+
+
+@dataclass(frozen=True, slots=True)
+class AbortedElsewhere:
+    """The answer of a front end to one that wants it; the launcher passes it on."""
+
+    asker: int
+    call_id: int
+    found: bool  # it had such a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +207,6 @@ ControlMessage = (
     EngineStarting | EngineAlive | RankLog
     | Shutdown | LauncherAlive | AttachFrontEnd
     | GroupOrderDone | GroupState
-    | FrontEndHello | FrontEndReady | FrontEndFailed | RankDied | AbortElsewhere | RankIdle | GroupOrder | RankSuspected
-    | RankStalled
+    | FrontEndHello | FrontEndReady | FrontEndFailed | RankDied | AbortElsewhere | AbortedElsewhere | RankIdle | GroupOrder
+    | RankSuspected | RankStalled
 )  # fmt: skip

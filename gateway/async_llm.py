@@ -103,7 +103,7 @@ class AsyncLLM(EngineClient):
         )
         self.stats = StatLoggers(self.output_processor)
         core_client.ranks.before_serving = self._restore
-        core_client.on_abort = self.sender.on_abort_elsewhere
+        core_client.aborts.on_abort = self.sender.on_abort_elsewhere
         core_client.on_bound = lambda handle, rank_id: self.output_processor.set_rank(handle, rank_id.rank, clock())
         self._own_run_directory: str | None = None
         self._warnings: set[str] = set()  # that have been said: each once
@@ -312,11 +312,17 @@ class AsyncLLM(EngineClient):
 
     async def abort(self, request_id: str) -> None:
         self.sender.abort(request_id)
-        self.core_client.abort_elsewhere(request_id)
+        self.core_client.aborts.tell(request_id)
+
+    async def cancel(self, request_id: str, tenant: str | None = None) -> bool:
+        if not self.sender.abort(request_id, tenant):
+            return await self.core_client.aborts.ask(request_id, tenant)
+        self.core_client.aborts.tell(request_id, tenant)
+        return True
 
     async def abort_queued(self) -> None:
         self.sender.abort_queued()
-        self.core_client.abort_elsewhere(None)
+        self.core_client.aborts.tell(None)
 
     def abort_all(self) -> None:
         """Ends everything in flight: every reader gets its partial answer with finish reason "abort"."""

@@ -189,6 +189,10 @@ class EngineClient(Operations):
         Unknown and finished ids are no-ops."""
 
     @abstractmethod
+    async def cancel(self, request_id: str, tenant: str | None = None) -> bool:
+        """`abort` for a client: those of its tenant only (None: whoever's). False where no front end has one under way."""
+
+    @abstractmethod
     def check_admission(self, num_sequences: int = 1, num_tokens: int = 0) -> None:
         """Raises `OverloadedError` when a request of that size would be refused, `EngineDeadError` when errored."""
 

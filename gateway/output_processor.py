@@ -69,6 +69,7 @@ class OutputProcessor:
         arrival_s: float,
         lora_name: str | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        tenant: str | None = None,
     ) -> None:
         """Registers one sequence; the children of one parent share its internal id and sink."""
         assert handle not in self._states, f"handle {handle} is in use"
@@ -80,6 +81,7 @@ class OutputProcessor:
             )
             stream.lora_name = lora_name
             stream.trace_headers = trace_headers
+            stream.tenant = tenant
             self._streams[internal_id] = stream
             self._internal_ids.setdefault(external_id, set()).add(internal_id)
         state = RequestState(handle, index, self._tokenizer, params, stream)
@@ -100,11 +102,12 @@ class OutputProcessor:
         for stream in self._streams_of(handles):
             self._drop(stream)
 
-    def abort(self, request_id: str) -> list[int]:
-        """Ends the requests of that external or internal id: their readers get what they have, with finish reason "abort".
-        The handles that engines must be told of; none for an unknown or finished id."""
+    def abort(self, request_id: str, tenant: str | None = None) -> list[int]:
+        """Ends the requests of that external or internal id, and of that tenant if one is given: their readers get what they
+        have, with finish reason "abort". The handles that engines must be told of; none for an unknown or finished id."""
         internal_ids = self._internal_ids.get(request_id, set()) | {request_id}
-        return self._abort([self._streams[internal_id] for internal_id in sorted(internal_ids & self._streams.keys())])
+        streams = [self._streams[internal_id] for internal_id in sorted(internal_ids & self._streams.keys())]
+        return self._abort([stream for stream in streams if tenant in (None, stream.tenant)])
 
     def abort_sequences(self, handles: Iterable[int]) -> list[int]:
         """The same for the requests with these sequences."""

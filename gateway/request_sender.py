@@ -182,6 +182,7 @@ class RequestSender:
                     arrival_s=sent.arrived_s,
                     lora_name=request.lora_name,
                     trace_headers=options.trace_headers,
+                    tenant=options.tenant,
                 )
                 handles.append(handle)
                 child = dataclasses.replace(request, handle=handle, sampling_params=child_params)
@@ -209,20 +210,22 @@ class RequestSender:
         error = DeadlineExceededError(f"no token within the request's timeout of {1000 * timeout_s:.0f} ms")
         self._outputs.fail(handles, error)
 
-    def abort(self, request_id: str) -> None:
-        """Ends the requests of that external or internal id."""
-        self.leave_ranks(self._outputs.abort(request_id))
+    def abort(self, request_id: str, tenant: str | None = None) -> bool:
+        """Ends the requests of that external or internal id and tenant (None: whoever's). Whether there were any."""
+        handles = self._outputs.abort(request_id, tenant)
+        self.leave_ranks(handles)
+        return bool(handles)
 
     def abort_queued(self) -> None:
         """Ends the requests that no rank has yet, in whole or in part."""
         self.leave_ranks(self._outputs.abort_sequences([*self._core_client.queued_handles, *self._failover.waiting_handles]))
 
-    def on_abort_elsewhere(self, request_id: str | None) -> None:
-        """Another front end was asked to. None: what no rank has yet."""
-        if request_id is None:
-            self.abort_queued()
-        else:
-            self.abort(request_id)
+    def on_abort_elsewhere(self, request_id: str | None, tenant: str | None) -> bool:
+        """Another front end was asked to. None: what no rank has yet. Whether there were any of that id here."""
+        if request_id is not None:
+            return self.abort(request_id, tenant)
+        self.abort_queued()
+        return False
 
     def abort_all(self) -> None:
         self.leave_ranks(self._outputs.abort_all())

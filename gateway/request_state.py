@@ -32,8 +32,7 @@ class RequestStream:
 
     __slots__ = (
         "external_id", "internal_id", "lora_name", "num_open", "parent", "prompt", "prompt_logprobs", "prompt_token_ids",
-        "rank", "sink",
-        "states", "stats", "stays", "trace_headers", "waits_for_all",
+        "rank", "sink", "states", "stats", "stays", "tenant", "trace_headers", "waits_for_all",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +60,7 @@ class RequestStream:
         self.stays: list[RankStay] = []  # as they began; only where traces are made
         self.prompt_logprobs: PromptLogprobs | None = None  # as far as they have come, where they were asked for
         self.lora_name: str | None = None
+        self.tenant: str | None = None
         self.trace_headers: Mapping[str, str] | None = None
 
     def put(self, completion: CompletionOutput) -> None:

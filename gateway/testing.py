@@ -324,10 +324,17 @@ class FakeEngineClient(EngineClient):
         yield PoolingRequestOutput(request_id, processed.prompt_token_ids, numbers.tobytes(), RequestStats(0.0), 0)
 
     async def abort(self, request_id: str) -> None:
+        await self.cancel(request_id)
+
+    async def cancel(self, request_id: str, tenant: str | None = None) -> bool:
+        found = False
         for request in self.requests:
-            if request.request_id == request_id and not request.ended.is_set():
+            is_mine = request.request_id == request_id and tenant in (None, request.options.get("tenant"))
+            if is_mine and not request.ended.is_set() and request._unfinished:
+                found = True
                 for index in sorted(request._unfinished):
                     request.put("", index, finish_reason="abort")
+        return found
 
     async def abort_queued(self) -> None:
         """Nothing waits here."""

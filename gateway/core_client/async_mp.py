@@ -22,10 +22,11 @@ from balancer.policy import Choice
 from balancer.rank_health import RankState
 from cores import messages as m
 from cores.codec import Message
-from cores.control_messages import AbortElsewhere, FrontEndHello
+from cores.control_messages import FrontEndHello
 from cores.curve import GroupKey
 from cores.words import counted
 from gateway.config import GatewayConfig
+from gateway.core_client.aborts_elsewhere import AbortsElsewhere
 from gateway.core_client.base import (
     EngineCoreClient,
     EngineDied,
@@ -66,9 +67,6 @@ class AsyncMPClient(EngineCoreClient):
         self.ledger = ledger or LoadLedger()
         self.num_stale_frames = 0
         self.on_shutdown: Callable[[float], None] = lambda timeout_s: None  # the launcher's order; set by the front end
-        self.on_abort: Callable[[str | None], None] = lambda request_id: (
-            None
-        )  # another front end was asked to; set by `AsyncLLM`
         self.on_bound: Callable[[int, m.RankId], None] = lambda handle, rank_id: None  # a request that waited here was sent
         self._config = config
         self.place = place
@@ -82,8 +80,9 @@ class AsyncMPClient(EngineCoreClient):
             on_serving=self._on_serving, events=make_event_log(place.shared_directory),
         )  # fmt: skip
         self._orders = Orders(self._tell_launcher)
+        self.aborts = AbortsElsewhere(self._tell_launcher, place.index, config.server.api_server_count - 1)
         self.link = LauncherLink(
-            self._context, self.ranks.on_group_state, self._on_shutdown, self._on_abort, self._orders.on_done
+            self._context, self.ranks.on_group_state, self._on_shutdown, self.aborts.on_message, self._orders.on_done
         )
         self._group: GroupView | None = None
         if config.parallel.has_others:
@@ -117,9 +116,6 @@ class AsyncMPClient(EngineCoreClient):
 
     def _on_shutdown(self, timeout_s: float) -> None:
         self.on_shutdown(timeout_s)
-
-    def _on_abort(self, request_id: str | None) -> None:
-        self.on_abort(request_id)
 
     async def _wait_until_ready(self) -> None:
         timeout_s = self._config.fault.engine_ready_timeout + READY_MARGIN_S
@@ -208,10 +204,6 @@ class AsyncMPClient(EngineCoreClient):
                 abort_seq = self._send(life, lambda seq: m.AbortRequests(seq, handles))
         for handle in handles:
             self._release(handle, abort_seq)
-
-    def abort_elsewhere(self, request_id: str | None) -> None:
-        if self._config.server.api_server_count > 1:
-            self.link.send(AbortElsewhere(request_id))
 
     def release(self, handles: Collection[int]) -> None:
         for handle in handles:

@@ -108,10 +108,6 @@ class EngineCoreClient(ABC):
         """One ABORT to each rank that holds some of them. Unknown handles are no-ops."""
 
     @abstractmethod
-    def abort_elsewhere(self, request_id: str | None) -> None:
-        """The other front ends of the endpoint abort their requests of that id, too. None: all that no rank has yet."""
-
-    @abstractmethod
     def release(self, handles: Collection[int]) -> None:
         """These ended by themselves: takes them off the books."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import zmq
 
 from cores.codec import CodecError, Message, decode, encode
-from cores.control_messages import AbortElsewhere, GroupOrderDone, GroupState, Shutdown, front_end_identity
+from cores.control_messages import AbortedElsewhere, AbortElsewhere, GroupOrderDone, GroupState, Shutdown, front_end_identity
 from cores.curve import GroupKey
 from gateway.loop_socket import LoopSocket
 
@@ -16,15 +16,15 @@ logger = logging.getLogger(__name__)
 
 
 class LauncherLink:
-    """`on_group_state` gets every snapshot, `on_shutdown` the order to drain within so many seconds, `on_abort` the id of
-    requests that another front end was asked to abort, `on_order_done` the answer to an order of ours."""
+    """`on_group_state` gets every snapshot, `on_shutdown` the order to drain within so many seconds, `on_abort` what others
+    were asked to abort and what they say to our asking, `on_order_done` the answer to an order of ours."""
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         on_group_state: Callable[[GroupState], None],
         on_shutdown: Callable[[float], None],
-        on_abort: Callable[[str | None], None],
+        on_abort: Callable[[AbortElsewhere | AbortedElsewhere], None],
         on_order_done: Callable[[GroupOrderDone], None],
     ) -> None:
         self._socket = LoopSocket(context, zmq.DEALER, self._on_message)
@@ -56,7 +56,7 @@ class LauncherLink:
             self._on_group_state(message)
         elif isinstance(message, Shutdown):
             self._on_shutdown(message.timeout_s)
-        elif isinstance(message, AbortElsewhere):
-            self._on_abort(message.request_id)
+        elif isinstance(message, AbortElsewhere | AbortedElsewhere):
+            self._on_abort(message)
         elif isinstance(message, GroupOrderDone):
             self._on_order_done(message)

@@ -25,6 +25,7 @@ import zmq
 from cores.codec import Message
 from cores.config import UNIX_SOCKETS, FrontEndAddress, Transport
 from cores.control_messages import (
+    AbortedElsewhere,
     AbortElsewhere,
     AttachFrontEnd,
     EngineAlive,
@@ -261,6 +262,8 @@ class Launcher:
                 self._front_ends[message.index].on_message(message)
             case AbortElsewhere():
                 self._tell_front_ends(message, besides=identity)
+            case AbortedElsewhere(asker=asker) if 0 <= asker < len(self._front_ends):
+                self._control.send(front_end_identity(asker), message)
             case RankIdle(index=index, rank_id=rank_id):
                 self._ranks.on_idle(index, rank_id)
             case GroupOrder():

@@ -21,6 +21,7 @@ from gateway.server.routes import (
     lora,
     models,
     observation,
+    requests,
     responses,
     tokenization,
 )
@@ -37,7 +38,7 @@ def create_app(state: ServerState) -> web.Application:
     tracing = [trace] if state.config.observability.otlp_traces_endpoint else []
     app = web.Application(middlewares=[*tracing, edge, count_in_flight], client_max_size=state.max_body_bytes)
     app[STATE] = state
-    for module in (admin, chat, completions, embeddings, lora, models, observation, responses, tokenization):
+    for module in (admin, chat, completions, embeddings, lora, models, observation, requests, responses, tokenization):
         app.add_routes(module.routes)
     if state.config.server.dev_mode:
         app.add_routes(development.routes)

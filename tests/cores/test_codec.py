@@ -81,6 +81,8 @@ SAMPLES: list[Message] = [
     control.FrontEndReady(0, "AsyncMPClient"),
     control.AbortElsewhere("mine"),
     control.AbortElsewhere(None),
+    control.AbortElsewhere("mine", "tenant", 1, 7),
+    control.AbortedElsewhere(1, 7, True),
     control.RankIdle(1, m.RankId(2, 3)),
     control.GroupOrder(7, "restart", rank=2, drain_timeout_s=1.5),
     control.GroupOrderDone(7, "rank 9 does not exist", "unknown rank"),

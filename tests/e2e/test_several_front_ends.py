@@ -135,24 +135,41 @@ async def test_an_abort_by_id_reaches_every_front_end_and_so_does_the_load(
     serve: Serve, simulated: list[str], poll: Poll
 ) -> None:
     server = serve(*simulated, "step_ms=20", "--api-server-count", "2", "--dev-mode")
-
-    async def ask_with_id() -> str:
-        body = {"model": "tiny", "prompt": "one", "ignore_eos": True, "max_tokens": 8000}
-        async with (
-            aiohttp.ClientSession(headers={"X-Request-Id": "mine"}) as session,
-            session.post(f"{server.url}/v1/completions", json=body) as response,
-        ):
-            reason: str = (await response.json())["choices"][0]["finish_reason"]
-            return reason
-
-    asked = [asyncio.create_task(ask_with_id()) for _ in range(8)]
+    asked = [asyncio.create_task(ask_as(server.url, "mine", max_tokens=8000)) for _ in range(8)]
     await asyncio.to_thread(poll, lambda: server.get("/load").json() == {"server_load": 8}, "all are under way")
     front_ends = {f["index"]: f["in_flight"] for f in server.status()["front_ends"]}
     body = {"request_ids": ["mine"]}
     async with aiohttp.ClientSession() as session, session.post(f"{server.url}/abort_requests", json=body) as response:
         assert response.status == 200
-    assert await asyncio.wait_for(asyncio.gather(*asked), ANSWER_TIMEOUT_S) == ["abort"] * 8, front_ends
+    ends = await asyncio.wait_for(asyncio.gather(*asked), ANSWER_TIMEOUT_S)
+    assert [end["choices"][0]["finish_reason"] for end in ends] == ["abort"] * 8, front_ends
     await asyncio.to_thread(poll, lambda: server.get("/load").json() == {"server_load": 0}, "nothing is under way")
+
+
+async def test_a_client_cancels_its_request_through_whichever_front_end(serve: Serve, simulated: list[str], poll: Poll) -> None:
+    server = serve(*simulated, "step_ms=20", "--api-server-count", "3")
+    asked = [asyncio.create_task(ask_as(server.url, str(i), max_tokens=8000)) for i in range(12)]
+    await asyncio.to_thread(poll, lambda: server.num_in_flight() == 12, "all are in flight")
+    for status in (200, 404):
+        answers = await asyncio.gather(*(cancel(server.url, str(i)) for i in range(12)))
+        assert answers == [status] * 12
+    ends = await asyncio.wait_for(asyncio.gather(*asked), ANSWER_TIMEOUT_S)
+    assert [end["choices"][0]["finish_reason"] for end in ends] == ["abort"] * 12
+
+
+async def ask_as(url: str, request_id: str, **fields: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "prompt": "one", "ignore_eos": True} | fields
+    async with (
+        aiohttp.ClientSession(headers={"X-Request-Id": request_id}) as session,
+        session.post(f"{url}/v1/completions", json=body) as response,
+    ):
+        document: dict[str, Any] = await response.json()
+        return document
+
+
+async def cancel(url: str, request_id: str) -> int:
+    async with aiohttp.ClientSession() as session, session.delete(f"{url}/v1/requests/{request_id}") as response:
+        return response.status
 
 
 async def test_the_admission_limit_is_one_for_all_front_ends(serve: Serve, simulated: list[str]) -> None:

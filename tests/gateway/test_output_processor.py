@@ -94,6 +94,7 @@ def add_request(
     name: str | None = None,
     external_id: str = "request",
     lora_name: str | None = None,
+    tenant: str | None = None,
     **params: Any,
 ) -> RecordingSink:
     """Registers a request; its children have handles from `handle` on."""
@@ -114,6 +115,7 @@ def add_request(
             index=index,
             arrival_s=10.0,
             lora_name=lora_name,
+            tenant=tenant,
         )
     return sink
 
@@ -420,6 +422,16 @@ def test_abort_takes_all_children_and_keeps_those_that_had_ended(processor: Outp
     assert reasons == ({0: "abort", 2: "abort"} if kind is DELTA else {0: "abort", 1: "length", 2: "abort"})
     assert last.finished
     assert (sink.text(0), sink.text(1), sink.text(2)) == ("a", "b", "")
+
+
+def test_an_abort_for_a_tenant_leaves_others_requests_of_that_id_alone() -> None:
+    processor = OutputProcessor(TOKENIZER)
+    sinks = [add_request(processor, handle, name=f"request-{handle}", tenant=tenant) for handle, tenant in ((1, "a"), (2, "b"))]
+    assert processor.abort("request", "c") == []
+    assert processor.abort("request", "a") == [1]
+    assert [sink.has_ended for sink in sinks] == [True, False]
+    assert processor.abort("request") == [2]
+    processor.check_invariants()
 
 
 def test_an_id_can_be_used_again_after_abort(processor: OutputProcessor) -> None:

@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from balancer.dispatch_queue import LOOK_AHEAD
+from cores.control_messages import AbortElsewhere
 from gateway import AsyncLLM
 from gateway.config import BalancerConfig, FaultConfig
 from gateway.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
@@ -142,7 +143,7 @@ async def test_another_front_ends_pause_aborts_what_waits_here(start: Start) -> 
     tasks = [asyncio.create_task(answer(llm, 2000, str(i))) for i in range(40)]
     await until(lambda: num_queued(llm) > 20, "most wait here")
     waiting = num_queued(llm)
-    llm.core_client.on_abort(None)  # the launcher passes it on
+    llm.core_client.aborts.on_message(AbortElsewhere(None))  # the launcher passes it on
     assert num_queued(llm) == 0
     assert llm.status().totals.aborted == waiting
     for task in tasks:

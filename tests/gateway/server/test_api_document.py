@@ -16,6 +16,7 @@ from gateway.server.auth import OPEN_PATHS
 from gateway.server.responses.schema import ResponsesRequest
 from gateway.server.routes.admin import RestartRequest, ScaleRequest
 from gateway.server.routes.development import AbortRequestsRequest, CollectiveRpcRequest, UpdateWeightsRequest
+from gateway.server.routes.requests import CancelRequest
 from gateway.server.schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -35,6 +36,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "POST /v1/completions": CompletionRequest,
     "POST /v1/responses": ResponsesRequest,
     "POST /v1/embeddings": EmbeddingRequest,
+    "POST /v1/requests/cancel": CancelRequest,
     "POST /tokenize": TokenizeRequest,
     "POST /detokenize": DetokenizeRequest,
     "POST /v1/load_lora_adapter": LoadLoraAdapterRequest,
