@@ -382,7 +382,7 @@ class AsyncLLM(EngineClient):
         return await self.core_client.tell_ranks(method, *args, rank_ids=rank_ids, timeout_s=timeout_s, insist=insist)
 
     async def order(self, action: str, *, rank: int = 0, size: int = 0, drain_timeout_s: float = 0.0) -> None:
-        if self.errored:
+        if self.output_handler.error is not None:  # but for want of ranks: an order may bring one back
             raise self.dead_error
         await self.core_client.order(action, rank=rank, size=size, drain_timeout_s=drain_timeout_s)
 

@@ -234,6 +234,8 @@ class AsyncMPClient(EngineCoreClient):
         return {rank_id.rank: result for rank_id, result in zip(rank_ids, results, strict=True)}
 
     async def order(self, action: str, *, rank: int = 0, size: int = 0, drain_timeout_s: float = 0.0) -> None:
+        if self._closed or (self.embedded is not None and self.embedded.exit_code is not None):
+            raise EngineDeadError("there is no launcher any more that could carry out an order")
         await self._orders.give(action, rank, size, drain_timeout_s)
         # The launcher's word of a rank may be here before the rank's own: what is asked next is to find it as ordered.
         await self.ranks.until_heard(READY_MARGIN_S)

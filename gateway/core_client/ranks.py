@@ -54,6 +54,7 @@ class Ranks:
     ) -> None:
         self.events = events or EventLog()
         self.failure: str | None = None  # why no rank is left and none will come back
+        self._is_told_failed = False  # that is the launcher's word, and it may take it back
         self.all_ready = asyncio.Event()  # or beyond hope
         self.known_lives: Callable[[int], Lives] = lambda number: Lives()  # what other front ends know of a rank's lives
         self.before_serving: Callable[[m.RankId], Awaitable[None]] | None = None  # what a rank needs before it takes requests
@@ -231,8 +232,15 @@ class Ranks:
         self._note_change()
         self.note_eligible()
         self._check_all_ready()
-        if group.failed is not None and self.failure is None:
-            self._give_up(group.failed)
+        self._note_failure(group.failed)
+
+    def _note_failure(self, failed: str | None) -> None:
+        if failed is not None and self.failure is None:
+            self._is_told_failed = True
+            self._give_up(failed)
+        elif failed is None and self._is_told_failed:  # an operator's order brings a rank back
+            self._is_told_failed = False
+            self.failure = None
 
     def _note_drain(self, life: RankLife, record: control.RankRecord, now: float) -> None:
         """Snapshots repeat what was told before, and our own state may be another one. The launcher counts the orders: so that

@@ -8,6 +8,7 @@ Rules
 * A life that ends by an operator's order costs nothing of that: the rank gets its next life at once, or is gone.
 * Nor does one that is lost with its node: no rank can be blamed for that, and where there is room is the rank launcher's care.
 * A rank that is added to a running group and dies before it was ready once is gone again.
+* When no rank is left the group has failed. If somebody stays up all the same, an operator's order can bring ranks back.
 """
 
 from __future__ import annotations
@@ -93,8 +94,9 @@ class _Rank:
 class GroupLedger:
     """The group's state machine. Times are monotonic seconds."""
 
-    def __init__(self, ranks: Iterable[int], max_restarts: int) -> None:
+    def __init__(self, ranks: Iterable[int], max_restarts: int, *, stays_up: bool = False) -> None:
         self._max_restarts = max_restarts
+        self._stays_up = stays_up
         self._ranks = {rank: _Rank(RestartBudget(max_restarts, FIRST_BACKOFF_S)) for rank in ranks}
         self._removed: dict[int, _Rank] = {}  # a frame of theirs must not pass for a successor's, and counters go on
         self._was_up = False
@@ -213,14 +215,21 @@ class GroupLedger:
 
     def revive(self, rank: int) -> None:
         """One that is down may begin another life, and die as often as a new one."""
-        if self.failed is not None:
-            raise OrderError(f"the group has ended ({self.failed}): start the server again")
         assert self.is_down(rank)
+        self._reopen()
         self._ranks[rank].budget = RestartBudget(self._max_restarts, FIRST_BACKOFF_S)
         self._ranks[rank].restart_pending = True
 
+    def _reopen(self) -> None:
+        """A rank comes that may be the only one."""
+        if self.failed is not None and not (self._was_up and self._stays_up):
+            headline = self.failed.partition("\n")[0]
+            raise OrderError(f"the group has ended ({headline}): start the server again")
+        self.failed = None
+
     def add(self, rank: int) -> None:
         assert rank not in self._ranks
+        self._reopen()
         budget = RestartBudget(self._max_restarts, FIRST_BACKOFF_S)
         epoch, restarts = self._past(rank)
         self._ranks[rank] = _Rank(budget, epoch=epoch, restarts=restarts, is_added=True)
@@ -268,7 +277,8 @@ class GroupLedger:
         if r.leaving == "remove" or r.is_added:
             self._drop(rank)
             if self._is_nobody_left():
-                self.failed = f"no rank is left; rank {rank} was removed"
+                what = "was removed" if r.leaving else f"was added and did not start: {r.cause}"
+                self.failed = f"no rank is left; rank {rank} {what}"
             return Removed()
         return None
 

@@ -100,8 +100,10 @@ class Launcher:
         self._on_listening = on_listening
         self._transport = UNIX_SOCKETS
         self._control = ControlSocket(self._on_message)
-        ledger = GroupLedger(config.parallel.ranks, config.fault.engine_restarts)
-        self._ranks = RankSupervisor(ledger, rank_launcher, self._tell_front_ends, self._on_no_rank_left)
+        self._is_embedded = listener is None
+        self._stays_up = self._is_embedded or config.fault.keep_alive_on_engine_death
+        ledger = GroupLedger(config.parallel.ranks, config.fault.engine_restarts, stays_up=self._stays_up)
+        self._ranks = RankSupervisor(ledger, rank_launcher, self._on_group_state, self._on_no_rank_left)
         self._front_ends: list[FrontEnd] = (
             [ParentFrontEnd(self._on_hello)]
             if listener is None
@@ -115,7 +117,6 @@ class Launcher:
         self._operations = GroupOperations(self._ranks)
         self._orders: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.Task[None] | None = None
-        self._is_embedded = listener is None
         self._last_death: str | None = None  # of the last rank, when no rank is left
         self._coordinator = make_coordinator(config)
         self._addresses: dict[int, FrontEndAddress] = {}  # of the front ends that have said hello, by index
@@ -308,14 +309,19 @@ class Launcher:
             if (identity := front_end_identity(index)) != besides:
                 self._control.send(identity, message)  # one that is not there asks with its hello
 
+    def _on_group_state(self, group: GroupState) -> None:
+        if group.failed is None:
+            self._last_death = None  # there is none left no longer: an operator has brought one back
+        self._tell_front_ends(group)
+
     def _on_no_rank_left(self, cause: str) -> None:
         self._last_death = cause
         if not self._ranks.up.is_set():
             self._fail(cause)
         elif self._is_embedded:
             logger.error("no rank is left")  # the program around us sees `errored` and decides
-        elif self._config.fault.keep_alive_on_engine_death:
-            logger.error("no rank is left; the server stays up, as it was told to")
+        elif self._stays_up:
+            logger.error("no rank is left; the server stays up, as it was told to, until an order brings one back")
         else:
             logger.error("no rank is left: ending")
             asyncio.get_running_loop().call_later(WATCHDOG_S, self._fail, cause)

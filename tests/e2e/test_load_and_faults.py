@@ -203,7 +203,7 @@ async def test_death_of_the_only_rank_fails_requests_with_the_cause_and_ends_the
     assert await asyncio.to_thread(server.process.wait, 100) != 0
 
 
-async def test_a_server_that_is_kept_alive_says_503_after_its_only_rank_died(
+async def test_a_server_that_is_kept_alive_says_503_after_its_only_rank_died_until_an_order_brings_it_back(
     serve: Serve, simulated: list[str], poll: Poll
 ) -> None:
     server = serve(*simulated, "--engine-restarts", "0", env={"GATEWAY_KEEP_ALIVE_ON_ENGINE_DEATH": "1"})
@@ -214,6 +214,12 @@ async def test_a_server_that_is_kept_alive_says_503_after_its_only_rank_died(
     assert answer["status"] == 503
     assert "dead" in answer["error"]["message"] or "died" in answer["error"]["message"]
     assert server.status()["state"] == "dead"
+    async with client_session() as session, session.post(f"{server.url}/admin/ranks/0/restart") as restarted:
+        row = await restarted.json()
+    assert (restarted.status, row["state"], row["epoch"]) == (200, "ready", 2)
+    assert server.get("/health").status_code == 200
+    async with client_session() as session:
+        assert (await whole(session, server.url, max_tokens=3))["status"] == 200
 
 
 async def test_a_rank_stopped_with_work_is_noticed_by_its_progress_killed_and_replaced(

@@ -68,7 +68,7 @@ async def test_rolling_restart_and_scaling_under_load_lose_no_request(serve: Ser
         assert await operate(server.url, "restart", "all", "--drain-timeout", "0.1") == (0, restarted)
         assert await operate(server.url, "scale", "4") == (0, "Scaled to 4 data parallel engines\n")
         assert await operate(server.url, "drain", "0") == (0, "rank 0: draining, epoch 2\n")
-        assert await operate(server.url, "scale", "1", "--drain-timeout", "0.1") == (0, "Scaled to 1 data parallel engines\n")
+        assert await operate(server.url, "scale", "1", "--drain-timeout", "0.1") == (0, "Scaled to 1 data parallel engine\n")
     assert load.problems == []
     assert load.num_answers > NUM_CLIENTS
     ranks = server.status()["ranks"]

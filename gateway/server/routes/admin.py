@@ -12,6 +12,7 @@ from typing import Annotated
 from aiohttp import web
 from msgspec import Meta, Struct
 
+from cores.words import counted
 from gateway.config import MAX_RANKS
 from gateway.errors import InvalidRequestError
 from gateway.operations import DRAIN_TIMEOUT_S, MAX_DRAIN_TIMEOUT_S
@@ -64,7 +65,7 @@ async def scale_elastic_ep(request: web.Request) -> web.Response:
     engine = request.app[STATE].require_engine()
     body = await read_body(request, _scale_decoder)
     await _carried_out(engine.scale_elastic_ep(body.new_data_parallel_size, body.drain_timeout))
-    return json_response({"message": f"Scaled to {body.new_data_parallel_size} data parallel engines"})
+    return json_response({"message": f"Scaled to {counted(body.new_data_parallel_size, 'data parallel engine')}"})
 
 
 async def _carried_out(operation: Awaitable[None]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from balancer.ledger import LoadLedger
 from cores.config import EngineConfig
-from cores.control_messages import GroupOrder, GroupOrderDone, RankDied, RankIdle, RankRecord
+from cores.control_messages import GroupOrder, GroupOrderDone, GroupState, RankDied, RankIdle, RankRecord
 from cores.messages import AddRequest, Heartbeat, RankId, RankLoad, SchedulerStats
 from gateway.config import GatewayConfig, ParallelConfig
 from gateway.core_client.base import EngineDied
@@ -101,6 +101,29 @@ async def test_an_end_by_order_is_no_death_and_blames_no_request(group: FakeGrou
     status = group.client.rank_statuses(group.clock())[0]
     assert (status.state, status.deaths, status.death_cause) == ("dead", 0, None)
     assert kinds(group, 0) == ["ready", "drain", "drain"]
+
+
+async def test_a_group_of_which_no_rank_was_left_serves_again_when_an_order_has_brought_one_back(group: FakeGroup) -> None:
+    dead = tuple(RankRecord(rank, 1, "dead", "killed") for rank in (0, 1))
+    group.tell(GroupState(dead, "no rank is left"))
+    await group.until(lambda: group.client.failure == "no rank is left")
+    with pytest.raises(EngineDeadError, match="no rank is left"):
+        group.add_request()
+    group.tell(GroupState((RankRecord(0, 2, "restarting"), dead[1])))
+    await group.until(lambda: group.client.failure is None)
+    assert group.client.awaits_restart
+    await group.begin_life(RankId(0, 2))
+    await group.until(lambda: group.state(0) == "ready")
+    assert group.add_request()[1] == RankId(0, 2)
+
+
+async def test_a_failure_of_our_own_is_not_taken_back_by_the_launchers_next_word(group: FakeGroup) -> None:
+    group.client.ranks.fail("the launcher ended")
+    group.tell_state(*READY)
+    group.tell(GroupOrderDone(1))
+    group.tell_state(*READY, RankRecord(2, 1, "starting"))
+    await group.until(lambda: len(group.client.rank_statuses(0.0)) == 3)
+    assert group.client.failure == "the launcher ended"
 
 
 async def test_a_death_with_its_node_is_a_death_and_blames_no_request(group: FakeGroup) -> None:

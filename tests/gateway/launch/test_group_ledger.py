@@ -200,6 +200,34 @@ def test_a_rank_that_was_given_up_can_be_revived_by_order() -> None:
     group.ledger.check_invariants()
 
 
+@pytest.mark.parametrize("stays_up", [True, False])
+def test_when_no_rank_is_left_an_order_brings_one_back_if_the_server_stays_up(stays_up: bool) -> None:
+    ledger = GroupLedger([0], max_restarts=0, stays_up=stays_up)
+    ledger.on_ready(ledger.begin(0))
+    assert ledger.on_death(RankId(0, 1), "killed\nTraceback", now=0.0) == GivenUp(is_last=True)
+    if stays_up:
+        ledger.revive(0)
+        assert ledger.snapshot().failed is None
+        assert ledger.on_ready(ledger.begin(0))
+        assert ledger.on_death(RankId(0, 2), "killed again", now=0.0) == GivenUp(is_last=True)
+        ledger.add(1)
+        assert ledger.snapshot().failed is None
+        assert ledger.on_death(ledger.begin(1), "no memory", now=0.0) == Removed()
+        assert ledger.failed == "no rank is left; rank 1 was added and did not start: no memory"
+    else:
+        for order in (ledger.revive, ledger.add):
+            with pytest.raises(OrderError, match=r"has ended \(no rank is left; rank 0 was the last to die: killed\): start"):
+                order(0 if order == ledger.revive else 1)
+    ledger.check_invariants()
+
+
+def test_a_start_that_failed_is_brought_back_by_no_order() -> None:
+    ledger = GroupLedger([0], max_restarts=0, stays_up=True)
+    ledger.on_death(ledger.begin(0), "no memory", now=0.0)
+    with pytest.raises(OrderError, match="has ended"):
+        ledger.revive(0)
+
+
 def test_orders_that_do_not_fit_the_state_are_refused(group: Group) -> None:
     group.bring_up()
     group.ledger.leave(0, "restart")
