@@ -46,6 +46,16 @@ MAX_SPEC_CHARS = {
     StructuredOutputKind.CHOICE: 128 * 1024,
     StructuredOutputKind.GRAMMAR: 32 * 1024,
 }
+MAX_MARKER_CHARS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Free text in front of what an output must look like, and the markers around it, each of them one token or several."""
+
+    start: str
+    end: str
+    is_open: bool  # the output is reasoning from its beginning; otherwise only if it begins with `start`
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +65,7 @@ class StructuredOutputs:
     kind: StructuredOutputKind
     spec: str
     param: str = "structured_outputs"  # the request's field that asked for it: errors name it
+    reasoning: Reasoning | None = None  # what may stand, or has to end, in front of it
 
 
 class InvalidParameterError(ValueError):
@@ -230,6 +241,13 @@ def _check_spec(wanted: StructuredOutputs) -> None:
         raise InvalidParameterError(
             wanted.param, f"{wanted.param}: a {wanted.kind.value} must have between 1 and {allowed} characters, got {length}"
         )
+    if wanted.reasoning is not None:
+        for marker in (wanted.reasoning.start, wanted.reasoning.end):
+            if not (is_text(marker) and 0 < len(marker) <= MAX_MARKER_CHARS):
+                raise InvalidParameterError(
+                    wanted.param,
+                    f"{wanted.param}: markers of reasoning have 1 to {MAX_MARKER_CHARS} characters, got {marker!r:.80}",
+                )
 
 
 # Only what differs from the default crosses the wire, by name: most requests set three fields.
@@ -243,5 +261,8 @@ def pack_sampling_params(params: SamplingParams) -> dict[str, Any]:
         packed["output_kind"] = packed["output_kind"].value
     if "structured_outputs" in packed:
         wanted: StructuredOutputs = packed["structured_outputs"]
+        reasoning = wanted.reasoning
         packed["structured_outputs"] = [wanted.kind.value, wanted.spec, wanted.param]
+        if reasoning is not None:
+            packed["structured_outputs"].append([reasoning.start, reasoning.end, reasoning.is_open])
     return packed

@@ -9,13 +9,14 @@ Compiling runs native code on what strangers send, and its own limits do not cov
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import llguidance
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
-from cores.sampling_params import StructuredOutputKind, StructuredOutputs
+from cores.sampling_params import Reasoning, StructuredOutputKind, StructuredOutputs
 from cores.schema_unions import without_disjoint_one_of
 
 # Between the tokens of JSON. Without an end a model that falls into a loop of newlines stays within the grammar for ever.
@@ -44,7 +45,7 @@ def load_grammar_tokenizer(model_dir: str, vocab_size: int, eos_token_ids: tuple
 
 def compile_grammar(tokenizer: LLTokenizer, wanted: StructuredOutputs) -> LLMatcher:
     """A matcher before its first token, its first mask computed. Releases the GIL. Raises `GrammarError` with the reason."""
-    matcher = LLMatcher(tokenizer, _to_llguidance(wanted), log_level=0, limits=_LIMITS)
+    matcher = LLMatcher(tokenizer, _to_llguidance(tokenizer, wanted), log_level=0, limits=_LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()  # the dearest one: the lexer has nothing cached yet
     check_matcher(matcher)
@@ -57,22 +58,60 @@ def check_matcher(matcher: LLMatcher) -> None:
         raise GrammarError(_shortened(matcher.get_error()))
 
 
-def _to_llguidance(wanted: StructuredOutputs) -> str:
+def _to_llguidance(tokenizer: LLTokenizer, wanted: StructuredOutputs) -> str:
     try:
-        match wanted.kind:
-            case StructuredOutputKind.JSON:
-                spec = _with_any_of(wanted.spec) if "oneOf" in wanted.spec else wanted.spec
-                return LLMatcher.grammar_from_json_schema(spec, defaults={"whitespace_pattern": JSON_WHITESPACE})
-            case StructuredOutputKind.REGEX:
-                return LLMatcher.grammar_from_regex(wanted.spec)
-            case StructuredOutputKind.CHOICE:
-                return LLMatcher.grammar_from_lark("start: " + " | ".join(_read_choices(wanted.spec)))
-            case StructuredOutputKind.GRAMMAR:
-                return llguidance.grammar_from("grammar", wanted.spec)
+        grammar = _translated(wanted)
+        return grammar if wanted.reasoning is None else _behind(wanted.reasoning, grammar, tokenizer)
     except RecursionError:
         raise GrammarError("it is nested too deeply") from None
     except ValueError as error:
         raise GrammarError(_shortened(str(error))) from error
+
+
+def _translated(wanted: StructuredOutputs) -> str:
+    match wanted.kind:
+        case StructuredOutputKind.JSON:
+            spec = _with_any_of(wanted.spec) if "oneOf" in wanted.spec else wanted.spec
+            return LLMatcher.grammar_from_json_schema(spec, defaults={"whitespace_pattern": JSON_WHITESPACE})
+        case StructuredOutputKind.REGEX:
+            return LLMatcher.grammar_from_regex(wanted.spec)
+        case StructuredOutputKind.CHOICE:
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(_read_choices(wanted.spec)))
+        case StructuredOutputKind.GRAMMAR:
+            return llguidance.grammar_from("grammar", wanted.spec)
+
+
+def _behind(reasoning: Reasoning, grammar: str, tokenizer: LLTokenizer) -> str:
+    """A grammar of reasoning and, behind it, the other one: so the state of both follows from the tokens, wherever they are
+    replayed. White space beside the markers is free: models are used to it, and those who read the output drop it."""
+    # What compilers of ours made is JSON already, what they only translated is Lark.
+    answer = json.loads(grammar)["grammars"] if grammar.startswith('{"grammars"') else [{"lark_grammar": grammar}]
+    answer[0]["name"] = "answer"
+    end = re.escape(reasoning.end).replace("/", "\\/")
+    start = _marker(tokenizer, reasoning.start)
+    # Where the marker is a token of its own, its text may still be spelt with others: that ends the reasoning too.
+    end_id = _special_id(tokenizer, reasoning.end)
+    thought = "SPELT" if end_id is None else f"(SPELT | FREE <[{end_id}]>)"
+    lark = [
+        f"start: SPACE? {start}? thought SPACE? @answer" if reasoning.is_open else
+        f"start: (SPACE? {start} thought SPACE?)? @answer",
+        f"thought: {thought}",
+        f"FREE: /(?s:.*)/ & ~/(?s:.*){end}(?s:.*)/",
+        f"SPELT: /(?s:.*){end}/ & ~/(?s:.*){end}(?s:.+)/",
+        r"SPACE: /[ \t\r\n]{1,8}/",
+    ]  # fmt: skip
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lark)}, *answer]})
+
+
+def _marker(tokenizer: LLTokenizer, text: str) -> str:
+    token_id = _special_id(tokenizer, text)
+    return json.dumps(text) if token_id is None else f"({json.dumps(text)} | <[{token_id}]>)"
+
+
+def _special_id(tokenizer: LLTokenizer, marker: str) -> int | None:
+    """None for a text that tokens only spell."""
+    token_ids = tokenizer.tokenize_str(marker)
+    return token_ids[0] if len(token_ids) == 1 and tokenizer.is_special_token(token_ids[0]) else None
 
 
 def _with_any_of(spec: str) -> str:

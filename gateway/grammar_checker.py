@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -46,7 +47,8 @@ class GrammarChecker:
     async def check(self, wanted: StructuredOutputs) -> None:
         """Raises `InvalidRequestError` with the reason, `OverloadedError` when too many wait for their verdict, and
         `EngineDeadError` when it is closed meanwhile."""
-        key = hashlib.blake2b(f"{wanted.kind.value}:{wanted.spec}".encode(errors="surrogatepass"), digest_size=16).digest()
+        text = f"{wanted.kind.value}:{wanted.reasoning}:{wanted.spec}"
+        key = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
         verdict = self._verdicts.get(key)
         if verdict is None:
             verdict = await self._wait_for_verdict(key, wanted)
@@ -83,7 +85,8 @@ class GrammarChecker:
         answer = ""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOCK_LIMIT_S):
-                await child.write_line(json.dumps([wanted.kind.value, wanted.spec]))
+                reasoning = None if wanted.reasoning is None else dataclasses.astuple(wanted.reasoning)
+                await child.write_line(json.dumps([wanted.kind.value, wanted.spec, reasoning]))
                 answer = await child.read_line()
         if answer:
             return str(json.loads(answer))

@@ -14,7 +14,7 @@ import threading
 from typing import Any
 
 from cores.launch.child_process import read_task
-from cores.sampling_params import StructuredOutputKind, StructuredOutputs
+from cores.sampling_params import Reasoning, StructuredOutputKind, StructuredOutputs
 from cores.structured_outputs import GrammarError, compile_grammar, load_grammar_tokenizer
 
 MEMORY_LIMIT_BYTES = 256 * 1024 * 1024  # beside the tokenizer
@@ -42,12 +42,15 @@ def main() -> int:
 def _answer_all(tokenizer: Any, cpu_limit_s: float) -> None:
     """Until the end of stdin, which is the parent's."""
     for line in sys.stdin.buffer:
-        kind, spec = json.loads(line)
+        kind, spec, reasoning = json.loads(line)
+        wanted = StructuredOutputs(
+            StructuredOutputKind(kind), spec, reasoning=None if reasoning is None else Reasoning(*reasoning)
+        )
         # Of CPU time, not of the clock: how busy the machine is decides nothing. Its signal ends the process.
         signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
         reason = ""
         try:
-            compile_grammar(tokenizer, StructuredOutputs(StructuredOutputKind(kind), spec))
+            compile_grammar(tokenizer, wanted)
         except GrammarError as error:
             reason = str(error)
         except MemoryError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from cores.sampling_params import Reasoning
 from gateway.parsers.markers import WHITE_SPACE, split_at_marker
 
 START, END = "<think>", "</think>"
@@ -22,9 +23,9 @@ class _At(Enum):
 class ReasoningParser:
     """Of one answer."""
 
-    def __init__(self, *, is_reasoning_unmarked: bool) -> None:
+    def __init__(self, expected: Reasoning) -> None:
         self._at = _At.BEGINNING
-        self._unmarked = _At.REASONING if is_reasoning_unmarked else _At.CONTENT
+        self._unmarked = _At.REASONING if expected.is_open else _At.CONTENT
         self._held = ""
         self._is_behind_marker = False  # and has seen nothing but white space since
 
@@ -61,8 +62,8 @@ class ReasoningParser:
         return text
 
 
-def reasoning_parser(name: str, prompt: str, *, continues_message: bool = False) -> ReasoningParser | None:
-    """The parser for an answer to this prompt; None where the reasoning is over already.
+def expected_reasoning(name: str, prompt: str, *, continues_message: bool = False) -> Reasoning | None:
+    """How the answer to this prompt may begin, for a parser of this name; None where the reasoning is over already.
 
     Templates may open the reasoning in the prompt, or close it there at once where a request wants none. A message that is
     continued may be in the middle of it.
@@ -74,4 +75,4 @@ def reasoning_parser(name: str, prompt: str, *, continues_message: bool = False)
         is_open, is_closed = prompt.endswith(START), prompt.endswith(END)
     if is_closed and not is_open:
         return None
-    return ReasoningParser(is_reasoning_unmarked=is_open or REASONING_PARSERS[name])
+    return Reasoning(START, END, is_open or REASONING_PARSERS[name])

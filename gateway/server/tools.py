@@ -8,11 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from cores.sampling_params import StructuredOutputs
-from gateway.config import ServerConfig
+from cores.sampling_params import Reasoning, StructuredOutputs
 from gateway.errors import InvalidRequestError
 from gateway.parsers.choice import CallStage, ChoiceParser
-from gateway.parsers.reasoning import ReasoningParser, reasoning_parser
+from gateway.parsers.reasoning import ReasoningParser
 from gateway.parsers.tool_calls import REQUIRED, TOOL_CALL_PARSERS, NamedCallParser, ToolCallParser
 from gateway.server.chat_message import AnswerForm
 from gateway.server.schema import ChatCompletionRequest
@@ -65,23 +64,21 @@ def forced_call(request: ChatCompletionRequest) -> StructuredOutputs | None:
     return json_outputs(schema, "tool_choice")
 
 
-def answer_form(request: ChatCompletionRequest, config: ServerConfig, prompt: str, *, has_grammar: bool) -> AnswerForm | None:
+def answer_form(
+    request: ChatCompletionRequest, parser: str | None, reasoning: Reasoning | None, *, has_grammar: bool
+) -> AnswerForm | None:
     """None where an answer is nothing but content."""
-    new_calls = _call_stage(request, config.tool_call_parser, has_grammar)
-    new_reasoning = None
-    if config.reasoning_parser is not None and not has_grammar:  # which holds from the first token on: no room for a thought
-        continues = bool(request.continue_final_message)
-        new_reasoning = partial(reasoning_parser, config.reasoning_parser, prompt, continues_message=continues)
-    if new_calls is None and new_reasoning is None:
+    new_calls = _call_stage(request, parser, has_grammar)
+    if new_calls is None and reasoning is None:
         return None
 
     def new_parser() -> ChoiceParser:
-        reasoning: ReasoningParser | None = None if new_reasoning is None else new_reasoning()
         max_calls = 1 if request.parallel_tool_calls is False else None
-        return ChoiceParser(reasoning, None if new_calls is None else new_calls(), max_calls=max_calls)
+        calls = None if new_calls is None else new_calls()
+        return ChoiceParser(None if reasoning is None else ReasoningParser(reasoning), calls, max_calls=max_calls)
 
     calls_finish = _named(request) is None
-    if config.tool_call_parser == "mistral":
+    if parser == "mistral":
         return AnswerForm(new_parser, calls_finish, lambda: secrets.token_hex(MISTRAL_ID_CHARS)[:MISTRAL_ID_CHARS])
     return AnswerForm(new_parser, calls_finish)
 

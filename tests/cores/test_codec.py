@@ -15,7 +15,7 @@ from cores import control_messages as control
 from cores import messages as m
 from cores.codec import MAX_FRAME_BYTES, PROTOCOL_VERSION, CodecError, Message, VersionMismatchError, decode, encode
 from cores.pooling_params import PoolingParams
-from cores.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputKind, StructuredOutputs
+from cores.sampling_params import Reasoning, RequestOutputKind, SamplingParams, StructuredOutputKind, StructuredOutputs
 
 LOAD = m.RankLoad(1, 2, 300, 1, 40, 500, 12.5, 900.0, 80.0)
 STATS = m.SchedulerStats(1, 2, 3, 4, 5, 6, 7)
@@ -162,7 +162,7 @@ def test_outputs_of_an_older_engine_lack_what_was_added_since() -> None:
 
 def test_every_kind_of_parameter_survives_the_way() -> None:
     params = SamplingParams(
-        structured_outputs=StructuredOutputs(StructuredOutputKind.JSON, "{}", "response_format"),
+        structured_outputs=StructuredOutputs(StructuredOutputKind.JSON, "{}", "response_format", Reasoning("<", ">", True)),
         bad_words=("a",),
         bad_words_token_ids=((1, 2), (3,)),
         prompt_logprobs=0,
@@ -228,6 +228,7 @@ def _mutated_request(**fields: object) -> bytes:
         _mutated_request(params={"unheard_of": 1}),
         _mutated_request(params={"structured_outputs": ["regex"]}),
         _mutated_request(params={"structured_outputs": ["riddle", "a", "response_format"]}),
+        _mutated_request(params={"structured_outputs": ["regex", "a", "response_format", ["<", ">"]]}),
         _mutated_request(params={"bad_words_token_ids": [[1, "a"]]}),
         _mutated_request(lora=5),
         b"\x91" * 2000 + b"\x01",

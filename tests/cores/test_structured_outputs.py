@@ -7,11 +7,17 @@ from pathlib import Path
 
 import pytest
 from llguidance import LLTokenizer
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
-from cores.sampling_params import InvalidParameterError, SamplingParams, StructuredOutputKind, StructuredOutputs
+from cores.sampling_params import (
+    InvalidParameterError,
+    Reasoning,
+    SamplingParams,
+    StructuredOutputKind,
+    StructuredOutputs,
+)
 from cores.structured_outputs import MAX_REASON_CHARS, GrammarError, compile_grammar, load_grammar_tokenizer
-from cores.testing import make_tiny_model_dir
+from cores.testing import make_tiny_model_dir, make_tiny_tokenizer
 
 JSON, REGEX, CHOICE, GRAMMAR = StructuredOutputKind
 
@@ -121,3 +127,63 @@ def test_the_length_of_a_spec_is_bounded(kind: StructuredOutputKind, length: int
     with pytest.raises(InvalidParameterError, match=f"response_format: a {kind.value} must have .* got {length}") as caught:
         params.verify()
     assert caught.value.param == "response_format"
+
+
+# --- behind reasoning -------------------------------------------------------------------------------------------------
+
+
+def thinking_tokenizer(kind: str) -> LLTokenizer:
+    """Models have the markers as special tokens, as tokens that are not, or as text that others spell."""
+    tokenizer = make_tiny_tokenizer()
+    if kind != "spelt":
+        tokenizer.add_tokens(
+            [AddedToken(marker, special=kind == "special", normalized=False) for marker in ("<think>", "</think>")]
+        )
+    return LLTokenizer(tokenizer.to_str(), n_vocab=tokenizer.get_vocab_size(), eos_token=[2, 0])
+
+
+@pytest.mark.parametrize("tokens", ["special", "plain", "spelt"])
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "spec", "answer"),
+    [
+        (JSON, '{"type": "object"}', '{"a": "</b>"}'),
+        (REGEX, r"\s?a+(.|\n)*b", "\na </b"),
+        (CHOICE, '["yes", "no"]', "no"),
+        (GRAMMAR, "start: A\nA: /[0-9]+/", "12"),
+        (GRAMMAR, 'root ::= "a" | "b"', "b"),
+    ],
+)
+def test_a_grammar_begins_behind_the_reasoning(
+    tokens: str, is_open: bool, kind: StructuredOutputKind, spec: str, answer: str
+) -> None:
+    tokenizer = thinking_tokenizer(tokens)
+    matcher = compile_grammar(tokenizer, StructuredOutputs(kind, spec, reasoning=Reasoning("<think>", "</think>", is_open)))
+    for text, expected in (
+        (f"hm, {answer} </thi\n</think>\n\n{answer}", is_open),
+        (f"</think>{answer}", is_open),
+        (f"\n<think>\nDas wäre 日</think>{answer}", True),
+        (f"<think>hm</think> {answer}", True),
+        (answer, not is_open),
+        (f"<think>hm</think>?{answer}", False),
+        ("<think>hm</think>", False),
+        (f"<think>hm {answer}", False),
+        ("", False),
+    ):
+        for token_ids in (tokenizer.tokenize_str(text), tokenizer.greedy_tokenize(text)):
+            matcher.reset()
+            taken = matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+            assert taken is expected, (text, token_ids)
+
+
+def test_markers_of_reasoning_are_read_as_they_are_written(tokenizer: LLTokenizer) -> None:
+    wanted = StructuredOutputs(REGEX, "a", reasoning=Reasoning('["/', r".*/]\\", True))
+    assert takes(tokenizer, wanted, r'["/hm.*/].*/]\\a')
+    assert not takes(tokenizer, wanted, r"hm /]\\a")
+
+
+@pytest.mark.parametrize("marker", ["", "x" * 65, "\ud800"])
+def test_a_marker_that_is_none_is_refused(marker: str) -> None:
+    wanted = StructuredOutputs(REGEX, "a", reasoning=Reasoning("<think>", marker, True))
+    with pytest.raises(InvalidParameterError, match="markers of reasoning have 1 to 64 characters"):
+        SamplingParams(structured_outputs=wanted).verify()

@@ -11,6 +11,7 @@ from gateway.server.answers import CHAT, Answer
 from gateway.server.body import read_body
 from gateway.server.generation import Routing, generate
 from gateway.server.prompts import chat_prompt
+from gateway.server.reasoning import let_pass, reasoning_in_front
 from gateway.server.responding import respond
 from gateway.server.sampling import to_sampling_params
 from gateway.server.schema import BodyDecoder, ChatCompletionRequest
@@ -35,7 +36,10 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     # Before the work of rendering and tokenizing, which an overloaded server cannot afford for nothing.
     with engine.preparing(params.n):
         prompt = await chat_prompt(body, engine)
-    form = answer_form(body, state.config.server, prompt.text or "", has_grammar=params.structured_outputs is not None)
+    reasoning = reasoning_in_front(body, state.config.server.reasoning_parser, prompt.text)
+    params = let_pass(reasoning, params)
+    has_grammar = params.structured_outputs is not None
+    form = answer_form(body, state.config.server.tool_call_parser, reasoning, has_grammar=has_grammar)
     is_forced = state.config.server.enable_force_include_usage
     include_usage, continuous_usage = shows_usage(body.stream_options, is_forced=is_forced)
     answer = Answer(

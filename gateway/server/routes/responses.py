@@ -12,10 +12,11 @@ from aiohttp import web
 from cores.sampling_params import SamplingParams
 from gateway.engine_client import EngineClient
 from gateway.errors import InvalidRequestError
-from gateway.parsers.reasoning import END
 from gateway.server.body import read_body
+from gateway.server.chat_message import AnswerForm
 from gateway.server.generation import Routing, generate
 from gateway.server.prompts import chat_prompt
+from gateway.server.reasoning import let_pass, reasoning_in_front
 from gateway.server.responding import write_stream, write_whole
 from gateway.server.responses.documents import ResponseHead, whole_response
 from gateway.server.responses.events import ResponseEncoder
@@ -49,13 +50,11 @@ async def _respond(request: web.Request, body: ResponsesRequest, chat: ChatCompl
     # Before the work of rendering and tokenizing, which an overloaded server cannot afford for nothing.
     with engine.preparing(params.n):
         prompt = await chat_prompt(chat, engine)
-    form = answer_form(chat, state.config.server, prompt.text or "", has_grammar=params.structured_outputs is not None)
-    if form is not None and params.logprobs is not None:
-        raise InvalidRequestError(
-            "log-probabilities are not available with tools or a reasoning parser: they are of an answer's text before it is"
-            " taken apart, and /v1/chat/completions shows them",
-            "top_logprobs" if body.top_logprobs else "include",
-        )
+    config = state.config.server
+    reasoning = reasoning_in_front(chat, config.reasoning_parser, prompt.text)
+    params = let_pass(reasoning, params)
+    form = answer_form(chat, config.tool_call_parser, reasoning, has_grammar=params.structured_outputs is not None)
+    _check_logprobs(body, params, form)
     head = ResponseHead(
         request_id,
         model,
@@ -64,7 +63,7 @@ async def _respond(request: web.Request, body: ResponsesRequest, chat: ChatCompl
         request=body,
         params=params,
         form=form,
-        reasoning_end_id=_reasoning_end_id(engine) if state.config.server.reasoning_parser else None,
+        reasoning_end_id=None if reasoning is None else _token_id(engine, reasoning.end),
     )
     outputs = generate(
         engine,
@@ -81,9 +80,18 @@ async def _respond(request: web.Request, body: ResponsesRequest, chat: ChatCompl
         return await write_whole(outputs, partial(whole_response, head))
 
 
-def _reasoning_end_id(engine: EngineClient) -> int | None:
-    """None where the marker is not one token."""
-    token_ids = engine.renderer.tokenizer.encode(END, add_special_tokens=False)
+def _check_logprobs(body: ResponsesRequest, params: SamplingParams, form: AnswerForm | None) -> None:
+    if form is not None and params.logprobs is not None:
+        raise InvalidRequestError(
+            "log-probabilities are not available with tools or a reasoning parser: they are of an answer's text before it is"
+            " taken apart, and /v1/chat/completions shows them",
+            "top_logprobs" if body.top_logprobs else "include",
+        )
+
+
+def _token_id(engine: EngineClient, marker: str) -> int | None:
+    """None where it is not one token."""
+    token_ids = engine.renderer.tokenizer.encode(marker, add_special_tokens=False)
     return token_ids[0] if len(token_ids) == 1 else None
 
 

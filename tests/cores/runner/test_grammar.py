@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -17,13 +18,14 @@ from tokenizers import Tokenizer
 from cores.messages import EngineCoreRequest, Finished, FinishReason, TokenLogprobs
 from cores.runner.grammar import COMPILE_TIMEOUT_S, MAX_COPIES, Grammars, StepGrammars
 from cores.runner.interface import SchedulerOutput
-from cores.sampling_params import StructuredOutputKind, StructuredOutputs
+from cores.sampling_params import Reasoning, StructuredOutputKind, StructuredOutputs
 from cores.structured_outputs import check_matcher, compile_grammar, load_grammar_tokenizer
-from cores.testing import ManualClock, make_request
+from cores.testing import ManualClock, make_request, make_tiny_tokenizer
 from tests.cores.runner.torch_engine import Engine
 
 DEADLINE_S = 60.0
 PROMPT = [5, 6, 7, 8, 9]
+END_OF_REASONING = make_tiny_tokenizer().token_to_id(">")
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "minLength": 20, "maxLength": 30}, "age": {"type": "integer", "minimum": 10}},
@@ -185,6 +187,47 @@ def test_a_long_prompt_in_chunks_changes_no_token(make_engine: Callable[..., Eng
     prompt = [3 + i % 200 for i in range(90)]
     whole = make_engine().run([person(prompt=prompt)])
     assert make_engine(max_num_batched_tokens=16).run([person(prompt=prompt)]) == whole
+
+
+# --- behind reasoning -------------------------------------------------------------------------------------------------------
+
+
+def thinker(handle: int = 1, prompt: list[int] = PROMPT, **params: Any) -> EngineCoreRequest:
+    """Reasons up to the first ">", which is one token of the tiny model and not too rare here."""
+    reasoning = Reasoning("<", ">", is_open=True)
+    wanted = StructuredOutputs(REGEX, r"[a-z]{5,9}\.", reasoning=reasoning)
+    settings = {"temperature": 1.0, "max_tokens": 200, "seed": 1, "logit_bias": {END_OF_REASONING: 3.0}} | params
+    return make_request(handle, prompt, structured_outputs=wanted, **settings)
+
+
+@pytest.fixture(scope="module")
+def thought(tiny_llama: Path) -> list[int]:
+    engine = Engine(tiny_llama)
+    tokens = engine.run([thinker()])[1]
+    assert engine.ends[1].reason is FinishReason.STOP
+    return tokens
+
+
+def test_reasoning_is_free_and_the_answer_follows_the_grammar(thought: list[int], tokenizer: Tokenizer) -> None:
+    reasoning, _, answer = tokenizer.decode(thought, skip_special_tokens=True).partition(">")
+    assert re.fullmatch(r"\s{0,8}[a-z]{5,9}\.", answer)
+    assert thought.index(END_OF_REASONING) > 5
+    assert not re.fullmatch("[a-z]*", reasoning)
+
+
+def test_a_request_that_moves_goes_on_where_it_was_in_or_behind_its_reasoning(
+    make_engine: Callable[..., Engine], thought: list[int]
+) -> None:
+    end = thought.index(END_OF_REASONING)
+    for num_delivered in (0, 2, end, end + 1, end + 3):
+        moved = thinker(9, PROMPT + thought[:num_delivered], num_original_prompt_tokens=len(PROMPT))
+        assert make_engine().run([moved])[9] == thought[num_delivered:]
+
+
+def test_an_output_does_not_end_in_its_reasoning_but_by_its_length(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    (tokens,) = engine.run([thinker(max_tokens=30, logit_bias={END_OF_REASONING: -100.0, 0: 5.0, 2: 5.0})]).values()
+    assert (len(tokens), engine.ends[1].reason) == (30, FinishReason.LENGTH)
 
 
 # --- what is wrong with one grammar fails its request alone -----------------------------------------------------------------

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cores.sampling_params import Reasoning
 from gateway.parsers.choice import ChoiceDelta, ChoiceParser, marker_tokens, parse_whole
-from gateway.parsers.reasoning import REASONING_PARSERS, ReasoningParser, reasoning_parser
+from gateway.parsers.reasoning import END, REASONING_PARSERS, START, ReasoningParser, expected_reasoning
 from gateway.parsers.tool_calls import REQUIRED, TOOL_CALL_PARSERS, NamedCallParser, ToolCallParser
 
 FORMS = {**TOOL_CALL_PARSERS, "required": REQUIRED}
@@ -19,6 +20,11 @@ WEATHER = ("weather", {"city": 'Zürich "x" {', "days": [1, 2]})
 
 def calls_parser(name: str) -> ChoiceParser:
     return ChoiceParser(None, ToolCallParser(FORMS[name]))
+
+
+def reasoning_parser(name: str, prompt: str = "", **options: bool) -> ReasoningParser | None:
+    expected = expected_reasoning(name, prompt, **options)
+    return None if expected is None else ReasoningParser(expected)
 
 
 def thinking(name: str, prompt: str = "", **options: bool) -> ChoiceParser:
@@ -97,7 +103,7 @@ def test_a_call_that_is_cut_off_keeps_what_it_has() -> None:
 
 
 def test_only_what_may_be_a_marker_is_held_back() -> None:
-    parser = ChoiceParser(reasoning_parser("qwen3", ""), ToolCallParser(FORMS["hermes"]))
+    parser = ChoiceParser(reasoning_parser("qwen3"), ToolCallParser(FORMS["hermes"]))
     shown = [parser.push(piece).content for piece in ("a", " <", "b", "<tool_ca", "ke>", "!")]
     assert shown == ["a", "", " <b", "", "<tool_cake>", "!"]
 
@@ -138,7 +144,7 @@ def test_a_continued_message_goes_on_with_what_it_was_in_the_middle_of() -> None
 
 
 def test_a_call_inside_reasoning_is_reasoning_and_one_behind_it_a_call() -> None:
-    parser = ChoiceParser(ReasoningParser(is_reasoning_unmarked=True), ToolCallParser(FORMS["hermes"]))
+    parser = ChoiceParser(ReasoningParser(Reasoning(START, END, is_open=True)), ToolCallParser(FORMS["hermes"]))
     assert parsed(parser, "<tool_call>?</think>\n" + HERMES_CALL) == ("<tool_call>?", "", [WEATHER])
 
 
@@ -161,7 +167,7 @@ def test_any_split_of_a_text_joins_to_the_same(text: str, cuts: list[int], form:
     name = data.draw(st.sampled_from([None, *REASONING_PARSERS]))
 
     def new() -> ChoiceParser:
-        return ChoiceParser(None if name is None else reasoning_parser(name, ""), ToolCallParser(FORMS[form]))
+        return ChoiceParser(None if name is None else reasoning_parser(name), ToolCallParser(FORMS[form]))
 
     parser, joined, rest = new(), ChoiceDelta(), text
     for cut in [*cuts, len(text)]:
@@ -175,7 +181,7 @@ def test_any_split_of_a_text_joins_to_the_same(text: str, cuts: list[int], form:
 
 @given(text=st.text(alphabet=st.characters(exclude_characters="<[{")), name=st.sampled_from(sorted(TOOL_CALL_PARSERS)))
 def test_text_without_markers_passes_unchanged(text: str, name: str) -> None:
-    parser = ChoiceParser(reasoning_parser("qwen3", ""), ToolCallParser(TOOL_CALL_PARSERS[name]))
+    parser = ChoiceParser(reasoning_parser("qwen3"), ToolCallParser(TOOL_CALL_PARSERS[name]))
     joined = ChoiceDelta()
     for char in text:
         joined += parser.push(char)

@@ -192,6 +192,14 @@ async def test_a_call_that_must_be_made_is_a_grammar_and_needs_no_parser(
     assert "city" in json.dumps(json.loads(wanted.spec))
 
 
+async def test_a_text_format_is_about_what_comes_behind_the_reasoning(serve: Any) -> None:
+    served = await serve(in_pieces("Hm.</think>\n\n{}", 1), reasoning_parser="deepseek_r1")
+    items = check_events(await events_of(served, text={"format": {"type": "json_object"}}))
+    assert shown(items) == [("reasoning", "completed", "Hm."), ("message", "completed", "{}")]
+    wanted = served.engine.requests[0].params.structured_outputs
+    assert (wanted.param, wanted.reasoning.end) == ("text.format", "</think>")
+
+
 async def test_a_call_that_nobody_may_make_is_text_and_one_alone_stays_alone(serve: Any) -> None:
     served = await serve(says(f"<tool_call>{CALL}</tool_call>" * 2), tool_call_parser="hermes")
     (message,) = check_events(await events_of(served, tools=[WEATHER], tool_choice="none"))

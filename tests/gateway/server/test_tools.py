@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from cores.config import ConfigError
-from cores.sampling_params import StructuredOutputKind
+from cores.sampling_params import Reasoning, StructuredOutputKind
 from cores.testing import make_tiny_model_dir
 from gateway.config import ServerConfig
 from gateway.engine_client import ModelConfig
@@ -137,7 +137,7 @@ async def test_a_required_call_is_a_grammar_and_needs_no_parser(serve: Any) -> N
 
 
 async def test_a_named_call_is_its_arguments_and_ends_as_openai_says(serve: Any) -> None:
-    served = await serve(by_letter('{"city": "B"}'), reasoning_parser="deepseek_r1")
+    served = await serve(by_letter('{"city": "B"}'))
     async with client_of(served) as client:
         whole = await client.chat.completions.create(model="fake", messages=QUESTION, tools=[TIME, WEATHER], tool_choice=NAMED)
         (said,) = await streamed(client, tools=[TIME, WEATHER], tool_choice=NAMED)
@@ -145,6 +145,49 @@ async def test_a_named_call_is_its_arguments_and_ends_as_openai_says(serve: Any)
     assert (call.function.name, call.function.arguments) == ("weather", '{"city": "B"}')
     assert whole.choices[0].message.content is None
     assert said == {"content": "", "reasoning": "", "calls": [["weather", '{"city": "B"}']], "reason": "stop"}
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "reasoning"),
+    [
+        ("deepseek_r1", 'Hm.\n</think>\n\n{"city": "B"}', "Hm."),
+        ("qwen3", '<think>Hm.</think>{"city": "B"}', "Hm."),
+        ("qwen3", '{"city": "B"}', ""),
+    ],
+)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [WEATHER], "tool_choice": NAMED},
+        {"response_format": {"type": "json_object"}},
+        {"extra_body": {"structured_outputs": {"regex": ".*"}}},
+    ],
+)
+async def test_a_grammar_is_about_what_comes_behind_the_reasoning(
+    serve: Any, parser: str, text: str, reasoning: str, fields: dict[str, Any]
+) -> None:
+    served = await serve(by_letter(text), reasoning_parser=parser)
+    async with client_of(served) as client:
+        (said,) = await streamed(client, **fields)
+    wanted = served.engine.requests[0].params.structured_outputs
+    assert wanted.reasoning == Reasoning("<think>", "</think>", is_open=parser == "deepseek_r1")
+    assert said["reasoning"] == reasoning
+    assert ([arguments for _, arguments in said["calls"]] or [said["content"]]) == ['{"city": "B"}']
+
+
+@pytest.mark.parametrize("prompt", ["Hi", "Hi</think>\n\n"])
+async def test_where_there_is_no_reasoning_a_grammar_begins_at_once(serve: Any, prompt: str) -> None:
+    """The model of the server has none, or the template has ended it, as with `enable_thinking: false`."""
+    served = await serve(says("{}"), reasoning_parser="qwen3" if "</think>" in prompt else None)
+    body = {
+        "messages": [{"role": "assistant", "content": prompt}],
+        "response_format": {"type": "json_object"},
+        "add_generation_prompt": False,
+    }
+    status, answer, _ = await served.post("/v1/chat/completions", body)
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, "{}")
+    assert served.engine.requests[0].prompt_text.endswith(prompt)
+    assert served.engine.requests[0].params.structured_outputs.reasoning is None
 
 
 async def test_a_call_that_was_cut_off_ends_with_length(serve: Any) -> None:
