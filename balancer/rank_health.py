@@ -5,10 +5,12 @@ Rules
 * The engine's own word makes it ready. A proof of death ends it; the first proof's cause stays.
 * What the launcher wants of a serving rank (ready, draining, paused, sleeping) may come before the engine's word, and is kept.
 * What the engine says of itself (draining, paused, sleeping) counts before that: it knows what an operator did to it.
-* Doubt is ours, and only of a serving rank. Silent for `heartbeat_timeout_s`: suspect, until the next sign of life. With work
+* Doubt is ours. Silent for `heartbeat_timeout_s`: suspect, until the next sign of life. With work
   and no step for `stall_timeout_s`, silent or not: stalled. A paused or sleeping rank is meant to stand still.
+* Only who serves is doubted, or owes us its first word, as the launcher calls it serving: a front end that starts again may
+  find a rank that is stopped. That word is work like any other.
 
-So the state is the life, if it is not serving; else the doubt, if any; else what the engine says, unless that is "ready"; else
+So the state is the doubt, if any; else the life, if it is not serving; else what the engine says, unless that is "ready"; else
 what the launcher wants. A restarted rank is a new life, with the next epoch and a `RankHealth` of its own: the launcher calls
 it "restarting" where the first one is "starting".
 """
@@ -121,6 +123,8 @@ class RankHealth:
         self._wanted = RankState.READY
         self._said = RankState.READY
         self._doubt: RankState | None = None
+        self._has_spoken = False
+        self._is_called_ready = False  # by the launcher
         self._step = -1
         self._has_work = False
         self._seen_at = now
@@ -128,10 +132,10 @@ class RankHealth:
 
     @property
     def state(self) -> RankState:
-        if self._life is not _Life.SERVING:
-            return RankState(self._life)
         if self._doubt is not None:
             return self._doubt
+        if self._life is not _Life.SERVING:
+            return RankState(self._life)
         return self._wanted if self._said is RankState.READY else self._said
 
     @property
@@ -150,6 +154,10 @@ class RankHealth:
         return self._said is not RankState.READY
 
     @property
+    def _owes_word(self) -> bool:
+        return self._is_called_ready and not self._has_spoken and self._life in (_Life.STARTING, _Life.RESTARTING)
+
+    @property
     def _stands_still(self) -> bool:
         return self._said in _STANDS_STILL or self._wanted in _STANDS_STILL
 
@@ -160,8 +168,15 @@ class RankHealth:
         """Since it last made a step, had nothing to do, or was meant to stand still."""
         return now - self._progress_at
 
+    def on_first_word(self, now: float) -> None:
+        """Its `EngineReady` reached this front end. What it needs before it serves may take any time."""
+        self._has_spoken = True
+        if not self.is_serving:
+            self._set_doubt(None, "its first word", now)
+
     def on_ready(self, now: float) -> None:
-        """Its `EngineReady` reached this front end."""
+        """It takes requests from this front end."""
+        self._has_spoken = True
         self._move(_Event.READY, now)
         self._seen_at = self._progress_at = now
 
@@ -180,6 +195,10 @@ class RankHealth:
                 self._progress_at = now
             self._wanted = RankState(state)
         self._move(_TOLD[state], now)
+        if _TOLD[state] is _Event.TOLD_SERVING and not self._is_called_ready:
+            self._is_called_ready = True
+            if not self.is_serving:
+                self._seen_at = self._progress_at = now
 
     def on_engine_state(self, state: EngineState, now: float) -> None:
         """What the engine says of itself, repeated with every heartbeat."""
@@ -207,9 +226,9 @@ class RankHealth:
 
         `has_own_work` says that we sent it something that has not ended: a silent rank cannot say so itself.
         """
-        if not self.is_serving:
+        if not self.is_serving and not self._owes_word:
             return None
-        if (self._has_work or has_own_work) and self._is_stalled(now):
+        if (self._has_work or has_own_work or self._owes_word) and self._is_stalled(now):
             return self._set_doubt(RankState.STALLED, f"no step for {self.last_progress_s(now):.1f} s", now)
         if self.last_seen_s(now) >= self._heartbeat_timeout_s:
             return self._set_doubt(RankState.SUSPECT, f"silent for {self.last_seen_s(now):.1f} s", now)
@@ -229,8 +248,8 @@ class RankHealth:
         if (self._life, event) not in _TRANSITIONS:
             history = "; ".join(f"{entry.at:.3f} {entry.event} → {entry.state}" for entry in self.history)
             raise InvalidTransitionError(f"{self.rank_id}: {event!s} cannot happen in state {self.state}; history: {history}")
-        self._life = _TRANSITIONS[self._life, event]
-        if not self.is_serving:
+        before, self._life = self._life, _TRANSITIONS[self._life, event]
+        if self._life is not before:
             self._doubt = None
         if self.state is not self.history[-1].state:
             self._remember(event, now)
@@ -240,7 +259,7 @@ class RankHealth:
 
     def check_invariants(self) -> None:
         assert self._doubt in (None, RankState.SUSPECT, RankState.STALLED)
-        assert self._doubt is None or self.is_serving
+        assert self._doubt is None or self.is_serving or self._owes_word
         assert {self._wanted, self._said} <= {RankState.READY, RankState.DRAINING, *_STANDS_STILL}
         assert self.history[-1].state is self.state
         assert len(self.history) <= _HISTORY_LEN

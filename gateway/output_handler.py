@@ -96,7 +96,7 @@ class OutputHandler:
     def _on_death(self, died: EngineDied) -> None:
         num_moved = self._failover.num_moved
         lost = self._failover.on_death(self._core_client.on_engine_died(died), is_blameless=died.is_blameless)
-        self._core_client.note_moved(died, self._failover.num_moved - num_moved, len(lost))
+        self._core_client.ranks.note_moved(died, self._failover.num_moved - num_moved, len(lost))
         for handle, reason in lost.items():
             text = f"{died.rank_id} died: {died.cause}" + (f"; {reason}" if reason else "")
             siblings = self._outputs.fail([handle], EngineDeadError(text, died.rank_id.rank, died.cause))

@@ -43,7 +43,7 @@ from gateway.core_client.ranks import Ranks
 from gateway.core_client.utility_calls import UtilityCalls, count_survivors, left_behind
 from gateway.embedded import EmbeddedLauncher, start_embedded_launcher
 from gateway.errors import EngineDeadError, InvalidRequestError
-from gateway.event_log import REQUESTS, EventLog, make_event_log
+from gateway.event_log import EventLog, make_event_log
 from gateway.status import RankStatus
 
 logger = logging.getLogger(__name__)
@@ -348,16 +348,6 @@ class AsyncMPClient(EngineCoreClient):
         self._utilities.on_engine_died(died.rank_id, died.cause)
         is_removed = self.ranks.find(died.rank_id.rank) is None
         return [self._sent.pop(handle) for handle in self.ledger.remove_rank(died.rank_id, for_good=is_removed)]
-
-    def note_moved(self, died: EngineDied, num_moved: int, num_lost: int) -> None:
-        """For the counters and the event log."""
-        if (rank := self.ranks.find(died.rank_id.rank)) is not None:
-            rank.requests_moved_away += num_moved
-        number, epoch = died.rank_id.rank, died.rank_id.epoch
-        for occurrence, (what, num) in enumerate((("go on elsewhere", num_moved), ("failed", num_lost))):
-            if num:
-                text = f"{REQUESTS} of epoch {epoch} {what}"
-                self.events.add("move", number, text, self._clock(), epoch, occurrence, num)
 
     # --- the clockwork ------------------------------------------------------------------------------------------------
 

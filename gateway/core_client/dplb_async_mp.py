@@ -57,6 +57,8 @@ class DPLBAsyncMPClient(AsyncMPClient):
         try:
             return self._balancer.choose(routing, eligible, now)
         except UnknownRankError as error:
+            if routing.pinned_rank is not None and self.ranks.find(routing.pinned_rank) is not None:  # it was not heard yet
+                raise self.ranks.unavailable() from error
             raise InvalidRequestError(f"data_parallel_rank: {error}", "data_parallel_rank") from error
         except NoRankAvailableError as error:
             raise self.ranks.unavailable() from error

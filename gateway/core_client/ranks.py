@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _UNHEARD = (RankState.STARTING, RankState.RESTARTING)
 _SETTLED = (RankState.DEAD, RankState.RESTARTING)  # without a word of theirs
+_IN_DOUBT = (RankState.SUSPECT, RankState.STALLED)
 
 
 class Ranks:
@@ -130,6 +131,7 @@ class Ranks:
         if life.ready is not None or life.health.state == RankState.DEAD:
             return False
         life.ready = ready
+        life.health.on_first_word(self._clock())
         if self.before_serving is None:
             self._begin_serving(life, ready)
         else:
@@ -185,9 +187,10 @@ class Ranks:
         changed.set()
 
     def _check_all_ready(self) -> None:
-        """A rank that the launcher has given up, or is starting again, is not waited for by a front end that starts later:
-        others serve, and when it comes it is one more."""
-        if any(life.ready for life in self.lives) and all(life.ready or life.health.state in _SETTLED for life in self.lives):
+        """A rank that the launcher has given up, or is starting again, is not waited for by a front end that starts later, nor
+        one that is called ready and does not answer: others serve, and when it comes it is one more."""
+        settled = (*_SETTLED, *_IN_DOUBT) if self._front_end_life > 1 else _SETTLED
+        if any(life.ready for life in self.lives) and all(life.ready or life.health.state in settled for life in self.lives):
             self.all_ready.set()
 
     def _life_for(self, rank: Rank, rank_id: m.RankId) -> RankLife:
@@ -309,6 +312,16 @@ class Ranks:
         if tell_launcher:
             self._tell_launcher(control.RankDied(rank_id, headline))
 
+    def note_moved(self, died: EngineDied, num_moved: int, num_lost: int) -> None:
+        """For the counters and the event log."""
+        if (rank := self.find(died.rank_id.rank)) is not None:
+            rank.requests_moved_away += num_moved
+        number, epoch = died.rank_id.rank, died.rank_id.epoch
+        for occurrence, (what, num) in enumerate((("go on elsewhere", num_moved), ("failed", num_lost))):
+            if num:
+                text = f"{REQUESTS} of epoch {epoch} {what}"
+                self.events.add("move", number, text, self._clock(), epoch, occurrence, num)
+
     def fail(self, cause: str) -> None:
         """Nothing works any more, for a reason that is no rank's own."""
         for life in self.lives:
@@ -325,6 +338,7 @@ class Ranks:
     def look_for_silence(self, now: float) -> None:
         for life in self.lives:
             self._check_silence(life, now)
+        self._check_all_ready()
 
     def _check_silence(self, life: RankLife, now: float) -> None:
         state = life.health.on_timer(now, has_own_work=bool(self._ledger.handles_on(life.rank_id)))
@@ -334,7 +348,8 @@ class Ranks:
             self._tell_launcher(control.RankSuspected(life.rank_id, silent_s))
         elif state is RankState.STALLED:
             life.num_stalls += 1
-            text = f"stalled: it has work and made no step for {life.health.last_progress_s(now):.1f} s"
+            what = "it has work and made no step" if life.ready else "it is ready and did not answer a front end"
+            text = f"stalled: {what} for {life.health.last_progress_s(now):.1f} s"
             logger.warning("%s %s", life.rank_id, text)
             rank, epoch = life.rank_id.rank, life.rank_id.epoch
             self.events.add("stall", rank, f"epoch {epoch} {text}", now, epoch, life.num_stalls)
@@ -347,7 +362,8 @@ class Ranks:
         """The ready ranks. Where there is none, those that are only silent: most likely they are slow, and if not, failover
         takes back what they get."""
         ready = [life.rank_id for life in self.lives if life.is_eligible]
-        return ready or [life.rank_id for life in self.lives if life.health.state is RankState.SUSPECT]
+        silent = [life for life in self.lives if life.health.is_serving and life.health.state is RankState.SUSPECT]
+        return ready or [life.rank_id for life in silent]
 
     def eligible_for(self, lora_name: str | None) -> list[m.RankId]:
         """Those that have the adapter. If none has it, all: the engine says why."""

@@ -118,6 +118,32 @@ def test_suspect_comes_back_at_the_next_sign_of_life() -> None:
     assert health.on_timer(5.0) is None
 
 
+def test_a_rank_that_is_called_ready_and_says_no_word_to_us_is_doubted_like_one_that_serves() -> None:
+    health = make_health()
+    health.on_launcher_state("starting", 10.0)
+    assert health.on_timer(100.0) is None
+    for now in (100.0, 102.0):  # a snapshot repeats the last one
+        health.on_launcher_state("ready", now)
+    assert health.on_timer(102.9) is None
+    assert health.on_timer(103.0) is S.SUSPECT
+    health.on_launcher_state("ready", 104.0)
+    assert health.state is S.SUSPECT
+    assert health.on_timer(160.0) is S.STALLED
+    health.check_invariants()
+    assert not health.is_serving
+    health.on_first_word(161.0)
+    assert health.state is S.STARTING
+    assert health.on_timer(900.0) is None  # it is being prepared, which may take its time
+    health.on_ready(901.0)
+    assert health.is_eligible
+    health.check_invariants()
+
+
+def test_a_rank_in_doubt_that_never_said_a_word_may_die() -> None:
+    health = make_health(told("restarting"), told("ready"), silent, told("dead"))
+    assert health.state is S.DEAD
+
+
 def test_suspect_that_was_draining_goes_on_draining() -> None:
     health = make_health(ready, told("draining"), silent)
     health.on_sign_of_life(4.0, step=1, has_work=False)

@@ -168,7 +168,7 @@ def test_kill_9_of_the_launcher_leaves_no_process_and_the_next_run_removes_its_d
 
 
 def test_killed_front_end_comes_back_on_its_port_and_the_ranks_live_on(marked: MarkedRun, simulated: list[str]) -> None:
-    serve = marked.start(*simulated, "step_ms=50", "-dp", "2", "--port", "0")
+    serve = marked.start(*simulated, "step_ms=50", "-dp", "2", "--port", "0", "--stall-timeout", "600")
     url = marked.url
     before = requests.get(f"{url}/status", timeout=END_TIMEOUT_S).json()
     begin_endless_request(url)
@@ -186,6 +186,17 @@ def test_killed_front_end_comes_back_on_its_port_and_the_ranks_live_on(marked: M
     assert [row["pid"] for row in after["ranks"]] == [row["pid"] for row in before["ranks"]]
     poll_until(lambda: [row["running"] for row in ranks(url)] == [0, 0], "what the dead front end had asked for is dropped")
     assert complete(url, max_tokens=7).json()["usage"]["completion_tokens"] == 7
+
+    os.kill(before["ranks"][1]["pid"], signal.SIGSTOP)  # nobody knows of it
+    os.kill(after["front_ends"][0]["pid"], signal.SIGKILL)
+
+    def is_back_without_it() -> bool:
+        return is_back() and [row["state"] for row in ranks(url)] == ["ready", "suspect"]
+
+    poll_until(is_back_without_it, "the front end is back and has not waited for the stopped rank")
+    assert complete(url, max_tokens=7).json()["usage"]["completion_tokens"] == 7
+    os.kill(before["ranks"][1]["pid"], signal.SIGCONT)
+    poll_until(lambda: [row["state"] for row in ranks(url)] == ["ready", "ready"], "the rank that went on is taken in")
     serve.terminate()
     assert serve.wait(END_TIMEOUT_S) == 0
     assert marked.leftovers() == []

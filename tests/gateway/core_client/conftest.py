@@ -10,10 +10,10 @@ from tests.gateway.core_client.fake_group import FakeGroup
 
 
 @pytest.fixture
-async def idle_group() -> AsyncIterator[FakeGroup]:
-    """Whose client has not been started."""
+async def idle_group(request: pytest.FixtureRequest) -> AsyncIterator[FakeGroup]:
+    """Whose client has not been started, in its first life if the test does not say another."""
     with tempfile.TemporaryDirectory(prefix="gw-", dir="/tmp") as directory:  # a Unix socket's path must be short
-        group = FakeGroup(Path(directory))
+        group = FakeGroup(Path(directory), life=getattr(request, "param", 1))
         yield group
         group.client.ledger.check_invariants()
         await group.close()

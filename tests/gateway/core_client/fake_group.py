@@ -73,7 +73,7 @@ class FakeEngine:
 class FakeGroup:
     """Everything around one core client of `num_ranks` ranks, whose clock stands still."""
 
-    def __init__(self, directory: Path, num_ranks: int = 2, **parts: Any) -> None:
+    def __init__(self, directory: Path, num_ranks: int = 2, life: int = 1, **parts: Any) -> None:
         self.clock = ManualClock(1000.0)
         self.said: list[Message] = []  # to the launcher
         self.engines: dict[int, FakeEngine] = {}  # the present lives, by rank
@@ -86,7 +86,7 @@ class FakeGroup:
         # A policy that watches no caches, unless asked for: the commands that an engine gets are then those of the test alone.
         parts.setdefault("balancer", BalancerConfig(load_balancing_policy="least_tokens"))
         self.config = GatewayConfig(engine=EngineConfig(model="m"), parallel=parallel, **parts)
-        place = FrontEndPlace(run_directory=str(directory), control_address=self._control.address)
+        place = FrontEndPlace(life=life, run_directory=str(directory), control_address=self._control.address)
         self.client: AsyncMPClient = core_client_class(self.config)(self.config, place, self.clock)
         self._last_handle = 0
 

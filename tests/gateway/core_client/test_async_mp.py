@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from cores.control_messages import RankDied, RankRecord, RankSuspected
+from cores.control_messages import RankDied, RankRecord, RankStalled, RankSuspected
 from cores.messages import (
     AbortRequests,
     AddRequest,
@@ -197,6 +197,50 @@ async def test_a_front_end_that_starts_while_a_rank_restarts_serves_with_the_oth
     await idle_group.begin_life(RankId(1, 2))
     await idle_group.until(lambda: idle_group.state(1) == "ready")
     assert idle_group.add_request(pinned_rank=1)[1] == RankId(1, 2)
+
+
+@pytest.mark.parametrize("idle_group", [2], indirect=True)
+async def test_a_front_end_that_starts_again_serves_with_the_ranks_that_answer_and_does_not_wait_for_a_stopped_one(
+    idle_group: FakeGroup,
+) -> None:
+    group = idle_group
+    starting = await group.begin_start()
+    await group.begin_life(ZERO)
+    group.tell_state(RankRecord(0, 1, "ready"), RankRecord(1, 1, "ready"))
+    await group.until(lambda: group.client.ranks[1].life.is_up and group.state(0) == "ready")
+    alive = Heartbeat(ZERO, 1, False, 0, RankLoad(), SchedulerStats())
+    group.clock.sleep(2.5)
+    await group.engines[0].say(alive)
+    assert not starting.done()
+    group.clock.sleep(1.0)
+    async with asyncio.timeout(DEADLINE_S):
+        await starting
+    assert (group.state(0), group.state(1)) == ("ready", "suspect")
+    handle, rank_id = group.add_request()
+    assert rank_id == ZERO
+    with pytest.raises(OverloadedError, match="rank 1 is suspect"):
+        group.add_request(pinned_rank=1)
+    group.client.release([handle])
+    group.clock.sleep(60.0)
+    await group.engines[0].say(alive)
+    stalled = RankStalled(ONE, "stalled: it is ready and did not answer a front end for 63.5 s")
+    await group.until(lambda: stalled in group.said)
+    await group.begin_life(ONE)  # it goes on after all
+    await group.until(lambda: group.state(1) == "ready")
+
+
+async def test_a_group_that_starts_waits_for_all_its_ranks_however_long_one_is_silent(idle_group: FakeGroup) -> None:
+    group = idle_group
+    starting = await group.begin_start()
+    await group.begin_life(ZERO)
+    group.tell_state(RankRecord(0, 1, "ready"), RankRecord(1, 1, "ready"))
+    await group.until(lambda: group.client.ranks[1].life.is_up and group.state(0) == "ready")
+    group.clock.sleep(3.5)
+    await group.until(lambda: group.state(1) == "suspect")
+    assert not starting.done()
+    await group.begin_life(ONE)
+    async with asyncio.timeout(DEADLINE_S):
+        await starting
 
 
 @pytest.mark.parametrize("error", [EngineGenerateError("no adapter"), OSError("no space left on the disk")])

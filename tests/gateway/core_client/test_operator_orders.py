@@ -148,7 +148,7 @@ async def test_an_added_rank_takes_requests_and_a_removed_one_is_gone_with_what_
     assert died == EngineDied(TWO, "removed by an operator", is_blameless=True)
     assert [status.rank for status in group.client.rank_statuses(0.0)] == [0, 1]
     group.client.abort_requests([handle])  # its rank is gone, and with it what was to be aborted
-    group.client.note_moved(died, 0, 0)
+    group.client.ranks.note_moved(died, 0, 0)
     assert group.client.on_engine_died(died) == []
     assert [message for message in group.said if isinstance(message, RankDied)] == []
 
