@@ -388,9 +388,10 @@ class AsyncLLM(EngineClient):
 
     async def _restore(self, rank_id: RankId) -> None:
         """Before a rank that has started again takes requests."""
-        await self.restore_rank(rank_id)
+        timeout_s = self.config.fault.engine_ready_timeout  # of a start, of which this is the end
+        await self.restore_rank(rank_id, timeout_s)
         if self.loras.is_enabled:
-            await self.loras.restore(rank_id)
+            await self.loras.restore(rank_id, timeout_s)
 
     def start_draining(self) -> None:
         self._draining = True

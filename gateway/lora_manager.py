@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -24,7 +25,7 @@ from cores.messages import RankId
 from gateway.errors import EngineDeadError, EngineGenerateError, InvalidRequestError, OverloadedError
 from gateway.lora_store import Adapters, LoraAdapter, LoraStore
 from gateway.models import absolute_path
-from gateway.shared_value import to_its_end
+from gateway.shared_value import locked_unless_stopped, to_its_end
 from gateway.status import LoraStatus
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,9 @@ class Ranks(Protocol):
     @property
     def serving(self) -> Sequence[RankId]: ...
 
-    async def call_utility_on(self, rank_ids: Sequence[RankId], method: str, *args: Any) -> list[Any]: ...
+    async def call_utility_on(
+        self, rank_ids: Sequence[RankId], method: str, *args: Any, timeout_s: float | None = None
+    ) -> list[Any]: ...
 
     def set_missing_loras(self, rank_id: RankId, missing: dict[str, str]) -> None: ...
 
@@ -150,7 +153,7 @@ class LoraManager:
         """Changes come one by one, and go on to their end even if the caller leaves."""
 
         async def run() -> T:
-            async with self._within_bounds(what_failed):
+            async with self._within_bounds(what_failed, self._store.locked()):
                 return await change()
 
         return await to_its_end(run())
@@ -161,12 +164,14 @@ class LoraManager:
             await self._ranks.call_utility_on(self._serving(), method, *args)
 
     @contextlib.asynccontextmanager
-    async def _within_bounds(self, what_failed: str) -> AsyncIterator[None]:
+    async def _within_bounds(self, what_failed: str, lock: AbstractAsyncContextManager[None]) -> AsyncIterator[None]:
+        why = "another change of the adapters has not ended"
         try:
-            async with asyncio.timeout(self._timeout_s), self._store.locked():
+            async with asyncio.timeout(self._timeout_s), lock:
+                why = "no answer from every rank"
                 yield
         except TimeoutError:
-            raise EngineGenerateError(f"{what_failed}: no answer from every rank within {self._timeout_s:g} s") from None
+            raise EngineGenerateError(f"{what_failed}: {why} within {self._timeout_s:g} s") from None
 
     @contextlib.asynccontextmanager
     async def _undone_if_it_fails(self) -> AsyncIterator[None]:
@@ -185,7 +190,11 @@ class LoraManager:
         they have what the store says, whatever its predecessor had begun."""
         if not self.is_enabled:
             return
-        async with self._within_bounds("the ranks' adapters are not known"):
+        what = "the ranks' adapters"
+        async with (
+            locked_unless_stopped(self._store, f"{what} are learnt"),
+            self._within_bounds(f"{what} are not known", nullcontext()),
+        ):
             if self._store.read() is None:
                 (loras,) = await self._ranks.call_utility_on(self._serving()[:1], "list_loras")
                 self._store.write({lora["name"]: LoraAdapter(**lora) for lora in loras})
@@ -193,14 +202,15 @@ class LoraManager:
                 with contextlib.suppress(EngineDeadError):  # then it is restored when it starts again
                     await self._sync(rank_id)
 
-    async def restore(self, rank_id: RankId) -> None:
-        """Before a rank that has started again takes requests."""
-        async with self._within_bounds(f"{rank_id} has not got its adapters"):
-            await self._sync(rank_id)
+    async def restore(self, rank_id: RankId, timeout_s: float) -> None:
+        """Before a rank that has started again takes requests. It loads them all, one after the other, so a change's bound is
+        too short: whoever calls says how long a rank's start may take. Raises `EngineGenerateError`."""
+        async with locked_unless_stopped(self._store, f"{rank_id} gets its adapters"):
+            await self._sync(rank_id, timeout_s)
 
-    async def _sync(self, rank_id: RankId) -> None:
+    async def _sync(self, rank_id: RankId, timeout_s: float | None = None) -> None:
         wanted = [[adapter.name, adapter.path, adapter.id, adapter.is_pinned] for adapter in self.adapters()]
-        (missing,) = await self._ranks.call_utility_on([rank_id], "sync_loras", wanted)
+        (missing,) = await self._ranks.call_utility_on([rank_id], "sync_loras", wanted, timeout_s=timeout_s)
         self._ranks.set_missing_loras(rank_id, missing)
         for name, why in missing.items():
             logger.error("%s lacks adapter %r: %s", rank_id, name, why)

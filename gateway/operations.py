@@ -19,7 +19,7 @@ from gateway.config import MAX_RANKS
 from gateway.errors import EngineGenerateError, GatewayError, InvalidRequestError, OverloadedError
 from gateway.group_settings import MEMORY_TAGS, GroupSettings, GroupStore
 from gateway.models import absolute_path
-from gateway.shared_value import LockTimeoutError, to_its_end
+from gateway.shared_value import locked_unless_stopped, to_its_end
 
 logger = logging.getLogger(__name__)
 
@@ -73,17 +73,14 @@ class Operations(ABC):
             raise EngineGenerateError(f"{method}: the ranks disagree: {said}")
         return first
 
-    async def restore_rank(self, rank_id: RankId) -> None:
+    async def restore_rank(self, rank_id: RankId, timeout_s: float = UTILITY_TIMEOUT_S) -> None:
         """Before it takes requests: makes a rank that has started again what the others are."""
-        async with contextlib.AsyncExitStack() as held:
-            try:
-                await held.enter_async_context(self.group.locked())
-            except LockTimeoutError as error:
-                # A stopped front end must not keep it from serving here. Weights that one still commits, it gets when that
-                # one restores it in turn, or dies of: it has prepared none.
-                logger.warning("%s is restored as the group is now: %s", rank_id, error)
+        # A stopped front end must not keep it from serving here. Weights that one still commits, it gets when that one restores
+        # it in turn, or dies of: it has prepared none.
+        async with locked_unless_stopped(self.group, f"{rank_id} is restored"):
             if self.settings != GroupSettings():
-                await self.tell_ranks("restore", dataclasses.asdict(self.settings), rank_ids=[rank_id])
+                plain = dataclasses.asdict(self.settings)
+                await self.tell_ranks("restore", plain, rank_ids=[rank_id], timeout_s=timeout_s)
 
     @property
     def settings(self) -> GroupSettings:

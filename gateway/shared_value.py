@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AbstractAsyncContextManager
@@ -18,6 +19,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from gateway.errors import EngineGenerateError
+
+logger = logging.getLogger(__name__)
 
 LOCK_POLL_S = 0.01
 LOCK_TIMEOUT_S = 120.0
@@ -99,6 +102,17 @@ class SharedValue(Generic[T]):
                 what = f"another change of {self._path.stem} has not ended after {self._lock_timeout_s:g} s"
                 raise LockTimeoutError(f"{what}: a front end may be stopped") from None
             yield
+
+
+@contextlib.asynccontextmanager
+async def locked_unless_stopped(store: ValueStore[Any], what: str) -> AsyncIterator[None]:
+    """For what must be done although whoever has the lock may never give it back: then it meets the value as it is now."""
+    async with contextlib.AsyncExitStack() as held:
+        try:
+            await held.enter_async_context(store.locked())
+        except LockTimeoutError as error:
+            logger.warning("%s as the group is now: %s", what, error)
+        yield
 
 
 async def to_its_end(change: Coroutine[Any, Any, T]) -> T:

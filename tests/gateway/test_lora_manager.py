@@ -16,7 +16,8 @@ from cores.runner.simulated import SimulatedModelRunner
 from cores.testing import ManualClock, make_tiny_model_dir
 from gateway.errors import EngineDeadError, EngineGenerateError, InvalidRequestError, OverloadedError
 from gateway.lora_manager import LoraManager
-from gateway.lora_store import LoraStore, OwnLoraStore, SharedLoraStore
+from gateway.lora_store import LoraAdapter, LoraStore, OwnLoraStore, SharedLoraStore
+from gateway.shared_value import SharedValue
 
 
 class LocalRanks:
@@ -28,6 +29,7 @@ class LocalRanks:
         self.calls: list[tuple[int, str]] = []  # rank and method
         self.missing: dict[RankId, dict[str, str]] = {}
         self.dies_of: tuple[int, str] | None = None  # rank, method: it does not answer that call any more
+        self.timeouts: dict[str, float | None] = {}  # of the last call, by method
         self.answers: dict[tuple[int, str], Any] = {}  # by rank and method: instead of its own
         self.starting: RankId | None = None  # is there, and takes no requests yet
         self.hangs_at: str | None = None  # a method that no rank answers before `go_on`
@@ -44,7 +46,10 @@ class LocalRanks:
     def serving(self) -> list[RankId]:
         return [rank_id for rank_id in self.cores if rank_id != self.starting]
 
-    async def call_utility_on(self, rank_ids: Sequence[RankId], method: str, *args: Any) -> list[Any]:
+    async def call_utility_on(
+        self, rank_ids: Sequence[RankId], method: str, *args: Any, timeout_s: float | None = None
+    ) -> list[Any]:
+        self.timeouts[method] = timeout_s
         results = [self._call(rank_id, method, args) for rank_id in rank_ids]
         if method == self.hangs_at:
             await self.go_on.wait()
@@ -162,7 +167,7 @@ async def test_a_rank_that_starts_again_gets_everything_back(ranks: LocalRanks, 
     await manager.pin("chat")
     del ranks.cores[R1]
     ranks.start(RankId(1, 2))
-    await manager.restore(RankId(1, 2))
+    await manager.restore(RankId(1, 2), 600.0)
     assert ranks.cores[RankId(1, 2)].loras.list_loras() == ranks.cores[R0].loras.list_loras()
     assert ranks.missing == {R0: {}, R1: {}, RankId(1, 2): {}}
 
@@ -175,7 +180,7 @@ async def test_a_rank_that_finds_other_files_goes_without_that_adapter_and_says_
         await manager.add(name, path)
     (Path(paths["sql"]) / "adapter_config.json").write_text("changed")
     ranks.start(RankId(1, 2))
-    await manager.restore(RankId(1, 2))
+    await manager.restore(RankId(1, 2), 600.0)
     assert ranks.names()[RankId(1, 2)] == ["chat"]
     assert "have changed since adapter 'sql' was loaded" in ranks.missing[RankId(1, 2)]["sql"]
     assert manager.find("sql") is not None, "the other rank has it"
@@ -191,7 +196,7 @@ async def test_a_rank_is_restored_after_a_change_that_began_before(ranks: LocalR
     del ranks.cores[R1]
     ranks.starting = RankId(1, 2)
     ranks.start(ranks.starting)
-    restoring = asyncio.create_task(manager.restore(ranks.starting))
+    restoring = asyncio.create_task(manager.restore(ranks.starting, 600.0))
     await asyncio.sleep(0)
     assert (1, "sync_loras") not in ranks.calls, "it waits for its turn"
     ranks.go_on.set()
@@ -258,9 +263,39 @@ async def test_a_rank_that_never_answers_fails_the_call_in_time(ranks: LocalRank
     with pytest.raises(EngineGenerateError, match=r"'sql' was not loaded: no answer from every rank within 0.05 s"):
         await manager.add("sql", paths["sql"])
     assert ranks.num_held() == [0, 0]
-    ranks.hangs_at = "sync_loras"
-    with pytest.raises(EngineGenerateError, match=r"rank 1 \(epoch 1\) has not got its adapters"):
-        await manager.restore(R1)
+
+
+async def test_a_rank_that_restarts_has_the_time_of_a_start_for_its_adapters_and_not_that_of_a_change(
+    ranks: LocalRanks, paths: dict[str, str]
+) -> None:
+    manager = await start(ranks, timeout_s=0.0)
+    await manager.restore(R1, 600.0)
+    assert ranks.timeouts["sync_loras"] == 600.0
+
+
+async def test_a_change_that_waits_for_another_says_so_and_does_not_blame_a_rank(
+    ranks: LocalRanks, paths: dict[str, str], tmp_path: Path
+) -> None:
+    manager = await start(ranks, SharedLoraStore(tmp_path / "loras.json"), timeout_s=0.05)
+    async with SharedLoraStore(tmp_path / "loras.json").locked():
+        with pytest.raises(EngineGenerateError, match=r"'sql' was not loaded: another change of the adapters has not ended"):
+            await manager.add("sql", paths["sql"])
+    assert (0, "stage_lora") not in ranks.calls
+
+
+async def test_a_rank_that_restarts_gets_its_adapters_although_a_stopped_front_end_holds_the_lock(
+    ranks: LocalRanks, paths: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "loras.json"
+    store: LoraStore = SharedValue(path, dict[str, LoraAdapter], lock_timeout_s=0.02)
+    manager = await start(ranks, store)
+    await manager.add("sql", paths["sql"])
+    ranks.start(RankId(1, 2))
+    async with SharedLoraStore(path).locked():
+        await manager.restore(RankId(1, 2), 600.0)
+        await (LoraManager(ranks, store, ("base",), is_enabled=True)).adopt()  # nor does a front end that starts again wait
+    assert ranks.names()[RankId(1, 2)] == ["sql"]
+    assert "rank 1 (epoch 2) gets its adapters as the group is now: another change of loras has not ended" in caplog.text
 
 
 async def test_the_first_front_end_learns_what_ranks_began_with_and_others_follow(
