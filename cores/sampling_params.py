@@ -123,12 +123,9 @@ class SamplingParams:
                 raise InvalidParameterError(name, f"{name} must be {allowed}, got {value!r:.80}")
         for name, low, high in _RANGES:
             _check_range(name, getattr(self, name), low, high)
-        if self.top_p <= 0.0:
-            raise InvalidParameterError("top_p", f"top_p must be greater than 0 and at most 1, got {self.top_p}")
-        if self.repetition_penalty <= 0.0:
-            raise InvalidParameterError(
-                "repetition_penalty", f"repetition_penalty must be greater than 0, got {self.repetition_penalty}"
-            )
+        for name, highest in _ABOVE_ZERO:
+            if not 0.0 < (number := getattr(self, name)) <= highest:
+                raise InvalidParameterError(name, f"{name} must be above 0 and at most {highest}, got {number}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameterError(
                 "min_tokens", f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
@@ -140,10 +137,9 @@ class SamplingParams:
         _check_length("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         _check_length("logit_bias", self.logit_bias or (), MAX_LOGIT_BIAS)
         _check_bad_words(self.bad_words)
-        for token_id in self.stop_token_ids:
-            _check_range("stop_token_ids", token_id, 0, None)
-        for token_id, bias in (self.logit_bias or {}).items():
-            _check_range("logit_bias", token_id, 0, None)
+        _check_token_ids("stop_token_ids", self.stop_token_ids)
+        _check_token_ids("logit_bias", self.logit_bias or ())
+        for bias in (self.logit_bias or {}).values():
             _check_range("logit_bias", bias, -100.0, 100.0)
         if self.structured_outputs is not None:
             _check_spec(self.structured_outputs)
@@ -198,18 +194,18 @@ _TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
 _RANGES: tuple[tuple[str, float | None, float | None], ...] = (
     ("n", 1, MAX_N),
     ("temperature", 0.0, 100.0),
-    ("top_p", 0.0, 1.0),
     ("top_k", -1, 2**31 - 1),
     ("min_p", 0.0, 1.0),
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 0.0, 100.0),
     ("seed", -(2**63), MAX_SEED),
     ("max_tokens", 1, None),
     ("min_tokens", 0, None),
     ("logprobs", 0, MAX_LOGPROBS),
     ("prompt_logprobs", 0, MAX_LOGPROBS),
 )
+
+_ABOVE_ZERO = (("top_p", 1.0), ("repetition_penalty", 100.0))  # (field, highest)
 
 
 def _check_range(name: str, value: float | None, low: float | None, high: float | None) -> None:
@@ -218,6 +214,11 @@ def _check_range(name: str, value: float | None, low: float | None, high: float 
     if math.isnan(value) or (low is not None and value < low) or (high is not None and value > high):
         allowed = f"at least {low}" if high is None else f"between {low} and {high}"
         raise InvalidParameterError(name, f"{name} must be {allowed}, got {value}")
+
+
+def _check_token_ids(name: str, token_ids: Collection[int]) -> None:
+    if token_ids and (least := min(token_ids)) < 0:
+        raise InvalidParameterError(name, f"{name}: token ids must be at least 0, got {least}")
 
 
 def _check_length(name: str, values: Collection[object], max_length: int) -> None:

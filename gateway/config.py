@@ -26,7 +26,7 @@ class ServerConfig:
 
     host: str = opt("127.0.0.1", "address to listen on")
     port: int = opt(8000, "port to listen on; 0 picks one and prints it", min=0, max=65535)
-    api_server_count: int = opt(1, "front-end processes sharing the port", min=1, max=64)
+    api_server_count: int = opt(1, "front-end processes sharing the port", min=1, max=64, aliases=("-asc",))
     uds: str | None = opt(None, "Unix socket to listen on instead of host and port")
     served_model_name: tuple[str, ...] = opt((), "names accepted in `model`; default: the directory's name")
     api_key: tuple[str, ...] = opt((), "bearer tokens; without any, no authentication; also GATEWAY_API_KEY")
@@ -79,26 +79,32 @@ class ParallelConfig:
 
     data_parallel_size: int = opt(1, "engine cores (ranks) in the group", min=1, max=MAX_RANKS, aliases=("-dp",))
     data_parallel_size_local: int | None = opt(
-        None, "ranks of this node, with hybrid or multi-port external load balancing; default: all", min=1
+        None, "ranks of this node, with hybrid or multi-port external load balancing; default: all", min=1, aliases=("-dpl",)
     )
-    data_parallel_rank: int | None = opt(None, "this endpoint's rank (external load balancing)", min=0)
+    data_parallel_rank: int | None = opt(None, "this endpoint's rank (external load balancing)", min=0, aliases=("-dpn",))
     data_parallel_start_rank: int | None = opt(
-        None, "the first rank of this node, with hybrid or multi-port external load balancing; default: 0", min=0
+        None,
+        "the first rank of this node, with hybrid or multi-port external load balancing; default: 0",
+        min=0,
+        aliases=("-dpr",),
     )
     data_parallel_address: str = opt(
         "127.0.0.1",
         "address of the group's coordinator, started beside rank 0; where one endpoint has ranks on other nodes: its own",
+        aliases=("-dpa",),
     )
-    data_parallel_rpc_port: int = opt(29550, "port of the group's coordinator", min=1, max=65535)
+    data_parallel_rpc_port: int = opt(29550, "port of the group's coordinator", min=1, max=65535, aliases=("-dpp",))
     data_parallel_key_file: str | None = opt(
         None,
         "file with a secret that all endpoints of a group share, for a coordinator that is not on a loopback address; also"
         " GATEWAY_DP_KEY_FILE",
     )
-    data_parallel_external_lb: bool = opt(False, "a load balancer stands in front: one endpoint per rank")
+    data_parallel_external_lb: bool = opt(False, "a load balancer stands in front: one endpoint per rank", aliases=("-dpe",))
     data_parallel_multi_port_external_lb: bool = opt(False, "supervise one external-LB endpoint per rank, on ports port + i")
-    data_parallel_hybrid_lb: bool = opt(False, "one endpoint per node, which balances over its own ranks")
-    data_parallel_backend: Literal["ray", "mp"] = opt("ray", "engine cores as Ray actors, or as plain local processes")
+    data_parallel_hybrid_lb: bool = opt(False, "one endpoint per node, which balances over its own ranks", aliases=("-dph",))
+    data_parallel_backend: Literal["ray", "mp"] = opt(
+        "ray", "engine cores as Ray actors, or as plain local processes", aliases=("-dpb",)
+    )
     data_parallel_transport: Literal["auto", "ipc", "tcp"] = opt(
         "auto",
         "how ranks and front ends reach each other: ipc needs them on one node, tcp spreads ranks over a Ray cluster's nodes,"

@@ -31,6 +31,10 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_with_dashes(word) for word in words], namespace)
+
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {' '.join(message.split())}", file=sys.stderr)
         sys.exit(EXIT_USAGE)
@@ -61,6 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "run" not in args:
         parser.error(f"a command is missing: one of {', '.join(COMMANDS)}")
     return int(args.run(args))
+
+
+def _with_dashes(word: str) -> str:
+    """Flags may be written with underscores, as keys in a file and as vLLM's."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 def _describe_unknown(word: str, parser: argparse.ArgumentParser) -> str:

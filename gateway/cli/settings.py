@@ -166,7 +166,7 @@ class Settings:
             try:
                 converted = setting.from_yaml(value)
             except ConfigError as error:
-                raise ConfigError(f"{where}: {written} {error}") from None
+                raise ConfigError(f"{where}: {written} {str(error).removeprefix(f'{setting.flag} ')}") from None
             values[setting.key] = not converted if negated else converted
         return values
 

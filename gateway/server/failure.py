@@ -18,6 +18,8 @@ from gateway.errors import (
 )
 
 INVALID_REQUEST = "invalid_request_error"
+# What the engine client knows as an argument, and says so, a caller over HTTP has said in a header.
+HEADER_OF = {"data_parallel_rank": "X-data-parallel-rank"}
 DEAD_ENGINE_RETRY_AFTER_S = 5.0
 
 
@@ -63,6 +65,9 @@ class Failure:
 def to_failure(error: Exception, route: str = "") -> Failure:
     """Every exception that reaches the edge of the server, as a failure. `route` is what was asked for."""
     match error:
+        case InvalidRequestError(param=param) if param in HEADER_OF:
+            header = HEADER_OF[param]
+            return Failure(error.status, INVALID_REQUEST, str(error).replace(param, header), header, error.code)
         case InvalidRequestError():
             return Failure(error.status, INVALID_REQUEST, str(error), error.param, error.code)
         case InvalidParameterError():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -41,11 +43,9 @@ class Routing:
 def _rank(text: str | None) -> int | None:
     if text is None:
         return None
-    # Not `int()`: it takes "1_0", "+1" and digits of other scripts.
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise InvalidRequestError(
-            f"X-data-parallel-rank must be a rank number of at least 0, got {text!r}", "X-data-parallel-rank"
-        )
+    # Not `int()`: it takes "1_0", "+1" and digits of other scripts. Which ranks there are, the engine client says.
+    if not re.fullmatch("-?[0-9]{1,9}", text):
+        raise InvalidRequestError(f"X-data-parallel-rank must be the number of a rank, got {text!r}", "X-data-parallel-rank")
     return int(text)
 
 
@@ -96,6 +96,17 @@ def generate(
     ]
     # Nearly every request has one prompt: nothing stands between its generator and its reader.
     return streams[0] if len(streams) == 1 else merge(streams, params.n)
+
+
+async def without_output(outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+    """The same outputs, in which nothing was said: what is left is the prompt in front of them."""
+    async with aclosing(outputs):
+        async for output in outputs:
+            for completion in output.outputs:
+                completion.text, completion.token_ids, completion.stop_reason = "", [], None
+                completion.logprobs = None if completion.logprobs is None else []
+                completion.finish_reason = "length" if completion.finish_reason == "stop" else completion.finish_reason
+            yield output
 
 
 async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]], n: int) -> AsyncGenerator[RequestOutput, None]:

@@ -50,8 +50,15 @@ def _structured_outputs(request: CompletionRequest | ChatCompletionRequest) -> S
 
 def _max_tokens(request: CompletionRequest | ChatCompletionRequest) -> int | None:
     if isinstance(request, CompletionRequest):
+        if is_prompt_alone(request):
+            return 1
         return COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+
+
+def is_prompt_alone(request: CompletionRequest) -> bool:
+    """The prompt is to be scored, and nothing said: an engine says one token all the same, which is not shown."""
+    return bool(request.echo) and request.max_tokens == 0
 
 
 def _num_logprobs(request: CompletionRequest | ChatCompletionRequest) -> int | None:
@@ -89,8 +96,11 @@ def refuse_unsupported(request: GenerationRequest) -> None:
     """Raises `InvalidRequestError` for a field that asks for what is not there yet."""
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options is only allowed when stream is true", "stream_options")
-    if request.best_of is not None and request.best_of > (request.n or 1):
-        raise InvalidRequestError(f"best_of above n is not supported, got {request.best_of}", "best_of")
+    most = request.n or 1
+    if request.best_of is not None and not 1 <= request.best_of <= most:
+        raise InvalidRequestError(
+            f"best_of must be between 1 and n ({most}), got {request.best_of}: more than n are not supported", "best_of"
+        )
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidRequestError("prompt_logprobs are not available in streams", "prompt_logprobs")
     _refuse_set(request, "truncate_prompt_tokens")

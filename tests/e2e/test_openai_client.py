@@ -101,8 +101,10 @@ def test_pinned_rank_is_honoured_and_an_impossible_one_is_a_400(serve: Callable[
                 model="tiny", messages=MESSAGES, max_tokens=2, extra_headers={"X-data-parallel-rank": "1"}
             )
             assert answer.headers["X-Gateway-Rank"] == "1"
-        with pytest.raises(openai.BadRequestError, match="2"):
-            client.chat.completions.create(
-                model="tiny", messages=MESSAGES, max_tokens=2, extra_headers={"X-data-parallel-rank": "2"}
-            )
+        for rank in ("2", "-1"):
+            with pytest.raises(openai.BadRequestError, match=f"X-data-parallel-rank: rank {rank} .* are 0 to 1") as refusal:
+                client.chat.completions.create(
+                    model="tiny", messages=MESSAGES, max_tokens=2, extra_headers={"X-data-parallel-rank": rank}
+                )
+            assert refusal.value.param == "X-data-parallel-rank"
     assert server.rank(0)["requests_total"] == 0

@@ -51,6 +51,18 @@ def test_without_a_policy_it_is_the_default_of_serve(trace: Path, capsys: pytest
     assert DEFAULT_POLICY in capsys.readouterr().out
 
 
+def test_the_default_engine_is_the_documented_one(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    documented = ("--simulated", "step_ms=8", "prefill_us=50", "seq_us=50", "ctx_ns=30", "--max-num-batched-tokens", 8192)
+    documented += ("--max-num-seqs", 256, "--num-kv-blocks", 500_000 // 512)
+    summaries = []
+    for flags in ((), documented):
+        assert simulate("--trace", trace, "--ranks", 2, "--json", *flags) == 0
+        (summary,) = json.loads(capsys.readouterr().out)
+        del summary["wall_s"]
+        summaries.append(summary)
+    assert summaries[0] == summaries[1]
+
+
 def test_faults_and_front_ends_are_simulated(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--front-ends", 2, "--kill", "0@1+2", "--slow", "1@0.5:2", "--rolling-restart", 6, "--report-interval-ms", 50)
     assert simulate("--trace", trace, "--ranks", 3, *words, "--json") == 0

@@ -9,10 +9,10 @@ from aiohttp import web
 from gateway.engine_client import EngineClient, TokenizedPrompt
 from gateway.server.answers import COMPLETION, Answer
 from gateway.server.body import read_body
-from gateway.server.generation import Routing, generate
+from gateway.server.generation import Routing, generate, without_output
 from gateway.server.prompts import check_num_sequences, completion_prompts, split_prompts
 from gateway.server.responding import respond
-from gateway.server.sampling import to_sampling_params
+from gateway.server.sampling import is_prompt_alone, to_sampling_params
 from gateway.server.schema import BodyDecoder, CompletionRequest
 from gateway.server.state import REQUEST_ID, STATE
 from gateway.server.usage import shows_usage
@@ -56,6 +56,8 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
     )
+    if is_prompt_alone(body):
+        outputs = without_output(outputs)
     return await respond(request, COMPLETION, answer, outputs, stream=bool(body.stream))
 
 

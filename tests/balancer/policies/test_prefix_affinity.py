@@ -54,6 +54,18 @@ def test_without_a_prefix_the_least_tokens_win() -> None:
     assert choose(make_view(0, num_prefill_tokens=900), make_view(1), num_prompt_tokens=100, cached={}).rank_id.rank == 1
 
 
+def test_session_decides_between_ranks_that_cost_alike_and_on_every_front_end_alike() -> None:
+    def homes(session: str, *ranks: RankView) -> set[int]:
+        policies = [PrefixAffinity(random.Random(seed)) for seed in range(3)]
+        request = make_request(20, session_id=session)
+        return {policy.choose(request, ranks, now=0.0).rank_id.rank for policy in policies for _ in range(3)}
+
+    chosen = [homes(f"session-{number}", make_view(0), make_view(1)) for number in range(100)]
+    assert all(len(ranks) == 1 for ranks in chosen)
+    assert 35 < sum(ranks == {0} for ranks in chosen) < 65
+    assert all(homes(f"session-{number}", make_view(0, num_waiting=1), make_view(1)) == {1} for number in range(20))
+
+
 def test_old_report_of_the_rank_with_the_prefix_widens_the_choice() -> None:
     stale = make_view(0, reported_at=-MAX_REPORT_AGE_S - 1, own_in_flight=5)
     assert choose(stale, make_view(1), num_prompt_tokens=2000, cached={0: 1900}) == Choice(RankId(1, 1), "old_report")

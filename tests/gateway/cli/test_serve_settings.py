@@ -68,6 +68,20 @@ def test_flags_of_each_kind() -> None:
     assert (config.engine.simulated.step_ms, config.engine.simulated.fault) == (3.0, "die_at_step=4")
 
 
+def test_vllms_short_flags_and_underscores_are_understood() -> None:
+    config = parse(
+        "-dp", "4", "-dph", "-dpl", "2", "-dpr", "1", "-dpa", "127.0.0.2", "-dpp", "29999", "-dpb", "mp", "-asc", "2",
+        "--max_num_seqs", "8", "--no_enable_prefix_caching", "--served_model_name=under_score",
+    )  # fmt: skip
+    parallel = config.parallel
+    assert (parallel.data_parallel_size, parallel.data_parallel_hybrid_lb, parallel.ranks) == (4, True, (1, 2))
+    assert (parallel.data_parallel_address, parallel.data_parallel_rpc_port) == ("127.0.0.2", 29999)
+    assert (parallel.data_parallel_backend, config.server.api_server_count) == ("mp", 2)
+    assert (config.engine.max_num_seqs, config.engine.enable_prefix_caching) == (8, False)
+    assert config.server.served_model_name == ("under_score",)
+    assert parse("-dp", "2", "-dpe", "-dpn", "1").parallel.ranks == (1,)
+
+
 def test_a_list_that_is_given_in_several_flags_has_them_all() -> None:
     config = parse(
         "--api-key",
@@ -156,7 +170,7 @@ def test_bad_environment_variable_is_named(environment: dict[str, str], message:
         ("enable-prefix-caching: 1", "enable-prefix-caching must be true or false, got 1"),
         ("host: 1", "host must be text, got 1"),
         ("port: 70000", "--port must be at most 65535, got 70000"),
-        ("simulated: {step: 1}", "--simulated takes KEY=VALUE"),
+        ("simulated: {step: 1}", "yaml: simulated takes KEY=VALUE"),
         ("[1, 2]", "must hold keys and values, got a list"),
         ("a: b: c", "is not YAML"),
     ],

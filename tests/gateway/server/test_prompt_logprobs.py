@@ -9,6 +9,7 @@ import pytest
 
 from cores.messages import PromptLogprobsChunk
 from gateway.logprobs import PromptLogprobs
+from gateway.outputs import Logprob, PositionLogprobs
 from gateway.testing import FakeRequest, FakeTokenizer, Script, says
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -62,3 +63,31 @@ async def test_an_echo_with_log_probabilities_is_the_same_streamed_and_whole(ser
         assert opening["logprobs"]["tokens"] == ["\x01", *prompt]
         assert opening["logprobs"]["token_logprobs"] == [None, -1.5, -1.5]
         assert opening["logprobs"]["top_logprobs"] == [None, *({"x": -0.5, char: -1.5} for char in prompt)]
+
+
+def ends_at_once(request: FakeRequest) -> None:
+    """The one token that the model says is the end of its text."""
+    with_prompt_logprobs("")(request)
+    for index in range(request.params.n):
+        chosen = Logprob(0, -0.1, 1, "</s>", b"</s>")
+        request.put("y", index, finish_reason="stop", stop_reason=0, logprobs=[PositionLogprobs(chosen, ())])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_max_tokens_0_with_echo_scores_the_prompt_and_says_nothing(serve: Any, stream: bool) -> None:
+    served = await serve(ends_at_once)
+    body = {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 0, "n": 2}
+    if stream:
+        events, _ = await served.events(COMPLETIONS, body | {"stream_options": {"include_usage": True}})
+        *events, last, done = events
+        assert done == "[DONE]"
+        pieces, usage = [event["choices"][0] for event in events], last["usage"]
+    else:
+        _, whole, _ = await served.post(COMPLETIONS, body)
+        pieces, usage = whole["choices"], whole["usage"]
+    for index in (0, 1):
+        own = [piece for piece in pieces if piece["index"] == index]
+        assert "".join(piece["text"] for piece in own) == "ab"
+        assert [token for piece in own for token in piece["logprobs"]["tokens"]] == ["\x01", "a", "b"]
+        assert (own[-1]["finish_reason"], own[-1]["stop_reason"]) == ("length", None)
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 0)
