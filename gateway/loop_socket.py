@@ -112,10 +112,15 @@ class LoopSocket:
         if self._scheduled is not None:
             self._scheduled.cancel()
             self._scheduled = None
-        for _ in range(MAX_FRAMES_PER_TURN):
-            if not self._receive_one():
-                return
-        self._schedule_drain()
+        may_have_more = True
+        try:
+            for _ in range(MAX_FRAMES_PER_TURN):
+                if not self._receive_one():
+                    may_have_more = False
+                    return
+        finally:
+            if may_have_more:  # also behind a message that its handler could not take: no edge tells of those that wait there
+                self._schedule_drain()
 
     def _receive_one(self) -> bool:
         if self._socket.closed:  # a handler of an earlier message may have closed us

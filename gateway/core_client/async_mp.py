@@ -313,12 +313,12 @@ class AsyncMPClient(EngineCoreClient):
         now, life = self._clock(), rank.life
         match message:
             case m.EngineCoreOutputs():
+                self._received.put_nowait(message)  # first: an error in the books must cost no token
                 life.health.on_sign_of_life(now, message.step, True)
                 for row in message.first_tokens:
                     self.ledger.on_first_token(message.handles[row])
                 self._note_tokens(message)
                 self._on_load(life, message.step, message.command_seq, message.load, now)
-                self._received.put_nowait(message)
             case m.LoadReport() | m.Heartbeat():
                 has_work = message.load.num_waiting + message.load.num_running > 0
                 if isinstance(message, m.Heartbeat):

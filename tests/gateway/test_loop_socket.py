@@ -139,3 +139,28 @@ async def test_closing_from_within_a_message_ends_the_reading(context: Context, 
             await asyncio.sleep(0)
     pull.close()
     assert seen == [[b"1"]]
+
+
+async def test_a_message_that_its_reader_cannot_handle_does_not_hold_up_the_next(
+    context: Context, peer: Peer, tmp_path: Path
+) -> None:
+    inbox = Inbox()
+
+    def handle(frames: list[bytes]) -> None:
+        if frames == [b"bad"]:
+            raise ValueError("a bug of ours")
+        inbox(frames)
+
+    errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: errors.append(what["exception"]))
+    pull = LoopSocket(context, zmq.PULL, handle)
+    address = pull.bind(f"ipc://{tmp_path}/p")
+    push = peer(zmq.PUSH, address)
+    for frame in (b"bad", b"bad", b"good"):
+        push.send(frame)
+    assert push.poll(1000 * DEADLINE_S, zmq.POLLOUT)
+    pull.start()
+    await inbox.wait_for(1)
+    pull.close()
+    assert inbox.messages == [[b"good"]]
+    assert [str(error) for error in errors] == ["a bug of ours"] * 2

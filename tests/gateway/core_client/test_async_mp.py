@@ -330,6 +330,22 @@ async def test_a_client_whose_own_clockwork_fails_says_that_it_is_dead(group: Fa
     assert "a wheel is off" in (group.client.failure or "")
 
 
+async def test_tokens_that_cannot_be_booked_are_delivered_all_the_same(group: FakeGroup) -> None:
+    def broken(outputs: EngineCoreOutputs) -> None:
+        raise RuntimeError("a tenant's counter is off")
+
+    handle, rank_id = group.add_request()
+    assert rank_id is not None
+    errors: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: errors.append(str(what["exception"])))
+    group.client._note_tokens = broken  # type: ignore[method-assign]
+    await group.engines[rank_id.rank].say(group.outputs(rank_id, 0, handle))
+    received = await group.received()
+    assert isinstance(received, EngineCoreOutputs)
+    assert list(received.handles) == [handle]
+    assert errors == ["a tenant's counter is off"]
+
+
 async def test_nobody_but_a_rank_itself_announces_its_next_life(group: FakeGroup) -> None:
     somebody = await group.begin_life(RankId(7, 1))  # there is no rank 7, or not yet
     somebody.rank_id = RankId(0, 2)
