@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager
 from typing import Any
 
 from cores.messages import RankId
@@ -32,13 +32,14 @@ from gateway.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from gateway.failover import Failover
 from gateway.grammar_checker import GrammarChecker
 from gateway.group_settings import GroupStore
-from gateway.input_processor import InputProcessor, add_special_tokens
+from gateway.input_processor import InputProcessor, ProcessedInput, add_special_tokens
 from gateway.input_session import InputSession
 from gateway.loop_lag import LoopLag
 from gateway.lora_manager import LoraManager
 from gateway.lora_store import LoraStore, OwnLoraStore
 from gateway.models import with_absolute_paths
 from gateway.operations import UTILITY_TIMEOUT_S
+from gateway.output_collector import RequestOutputCollector
 from gateway.output_handler import OutputHandler
 from gateway.output_processor import OutputProcessor
 from gateway.outputs import PoolingRequestOutput, RequestOutput, to_pooling_output
@@ -200,6 +201,13 @@ class AsyncLLM(EngineClient):
         return EngineDeadError(f"the engine is dead: {cause}", cause=cause)
 
     @property
+    def _end_error(self) -> EngineDeadError | None:
+        """Why no request is answered any more."""
+        if self.errored:
+            return self.dead_error
+        return EngineDeadError("the engine client was shut down") if self._stopped else None
+
+    @property
     def should_keep_api_server_alive(self) -> bool:
         return self.config.fault.keep_alive_on_engine_death
 
@@ -258,7 +266,7 @@ class AsyncLLM(EngineClient):
         # What is no number is refused by `process` before it awaits anything.
         with self.preparing(sampling_params.n if is_int(sampling_params.n) else 0):
             processed = await self.input_processor.process(prompt, sampling_params, options.tokenization_kwargs)
-        with self.sender.in_flight(processed, options) as collector:
+        with self._in_flight(processed, options) as collector:
             finished = False
             while not finished:
                 output = collector.get_nowait() or await collector.get()
@@ -306,9 +314,15 @@ class AsyncLLM(EngineClient):
         self.model_config.check_task("embed")
         with self.preparing():
             processed = await self.input_processor.process_pooling(prompt, pooling_params)
-        with self.sender.in_flight(processed, options) as collector:
+        with self._in_flight(processed, options) as collector:
             output = await collector.get()
         yield to_pooling_output(output)
+
+    def _in_flight(self, processed: ProcessedInput, options: RequestOptions) -> AbstractContextManager[RequestOutputCollector]:
+        # Once more: while its prompt was made ready all may have come to an end, and nobody would ever answer.
+        if (error := self._end_error) is not None:
+            raise error
+        return self.sender.in_flight(processed, options)
 
     async def abort(self, request_id: str) -> None:
         self.sender.abort(request_id)
@@ -341,10 +355,8 @@ class AsyncLLM(EngineClient):
             yield
 
     def refusal(self, num_sequences: int = 1, num_tokens: int = 0) -> BaseException | None:
-        if self.errored:
-            return self.dead_error
-        if self._stopped:
-            return EngineDeadError("the engine client was shut down")
+        if (error := self._end_error) is not None:
+            return error
         if self._draining:
             return OverloadedError("the server is shutting down")
         if (standstill := self.core_client.standstill) is not None:

@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 
 from cores.config import ConfigError
 from gateway.chat_messages import normalise_messages
-from gateway.errors import InvalidRequestError
+from gateway.errors import EngineDeadError, InvalidRequestError
 from gateway.template_sandbox import TemplateSandbox
 from gateway.tokenizer import Tokenizer, read_json
 
@@ -119,10 +119,15 @@ class Renderer:
         if self._executor is None:
             # A few: a prompt that takes seconds must not hold up everybody's, nor all of them take the cores of the engines.
             self._executor = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="tokenizer")
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self.encode, text, add_special_tokens)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, self.encode, text, add_special_tokens)
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise EngineDeadError("the engine client was shut down") from None  # by `close`, before a thread took it
 
     def close(self) -> None:
-        """Lets the thread end after what it is doing. Idempotent."""
+        """Lets the threads end after what they are doing; what waits for one fails. Idempotent."""
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None

@@ -307,6 +307,46 @@ async def test_a_request_does_not_wait_for_a_restart_for_ever(set_stage: SetStag
     assert ids_of(stage.outputs) == [70]
 
 
+# --- requests whose prompt is still made ready ------------------------------------------------------------------------
+
+
+async def begin_to_tokenize(stage: Stage) -> tuple[asyncio.Task[list[RequestOutput]], asyncio.Event]:
+    """A reader whose prompt has its tokens when the event is set."""
+    begun, done = asyncio.Event(), asyncio.Event()
+
+    async def encode(text: str, add_special_tokens: bool) -> list[int]:
+        begun.set()
+        await done.wait()
+        return PROMPT
+
+    stage.llm.renderer.encode_async = encode
+    reader = stage.read("one two")
+    async with asyncio.timeout(DEADLINE_S):
+        await begun.wait()
+    return reader, done
+
+
+async def test_a_request_whose_prompt_is_ready_only_after_the_shutdown_is_told_of_it(set_stage: SetStage) -> None:
+    stage = await set_stage(1)
+    reader, ready = await begin_to_tokenize(stage)
+    await stage.llm.shutdown()
+    ready.set()
+    with pytest.raises(EngineDeadError, match="the engine client was shut down"):
+        await finish(reader)
+
+
+async def test_a_request_whose_prompt_is_ready_only_when_nobody_can_answer_any_more_is_told_why(set_stage: SetStage) -> None:
+    stage = await set_stage(1)
+    reader, ready = await begin_to_tokenize(stage)
+    for task in asyncio.all_tasks():
+        if task.get_name() == "output-handler":
+            task.cancel()
+    await stage.until(lambda: stage.llm.errored)
+    ready.set()
+    with pytest.raises(EngineDeadError, match="the output handler ended"):
+        await finish(reader)
+
+
 # --- arguments of generate() ------------------------------------------------------------------------------------------
 
 

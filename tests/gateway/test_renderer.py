@@ -17,8 +17,8 @@ from jinja2.exceptions import SecurityError
 
 from cores.config import ConfigError
 from cores.testing import make_tiny_model_dir, make_tiny_tokenizer
-from gateway.errors import InvalidRequestError
-from gateway.renderer import LONG_TEXT_CHARS, MAX_RENDERED_CHARS, Renderer
+from gateway.errors import EngineDeadError, InvalidRequestError
+from gateway.renderer import LONG_TEXT_CHARS, MAX_RENDERED_CHARS, MAX_THREADS, Renderer
 from gateway.template_sandbox import TemplateSandbox
 from gateway.tokenizer import Tokenizer
 
@@ -346,21 +346,46 @@ async def test_long_and_short_texts_encode_alike(num_chars: int) -> None:
     renderer.close()
 
 
-async def test_a_long_text_leaves_the_loop_free() -> None:
-    class SlowTokenizer(Tokenizer):
-        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-            assert threading.current_thread() is not threading.main_thread()
-            assert go_on.wait(timeout=60)
-            return super().encode(text, add_special_tokens)
+class SlowTokenizer(Tokenizer):
+    """Encodes, in a thread, when it is told to."""
 
-    go_on = threading.Event()
-    renderer = Renderer(SlowTokenizer(make_tiny_tokenizer()), None)
+    def __init__(self) -> None:
+        super().__init__(make_tiny_tokenizer())
+        self.go_on = threading.Event()
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert threading.current_thread() is not threading.main_thread()
+        assert self.go_on.wait(timeout=60)
+        return super().encode(text, add_special_tokens)
+
+
+async def test_a_long_text_leaves_the_loop_free() -> None:
+    tokenizer = SlowTokenizer()
+    renderer = Renderer(tokenizer, None)
     encoding = asyncio.create_task(renderer.encode_async("a" * (LONG_TEXT_CHARS + 1), False))
     await asyncio.sleep(0)
     assert not encoding.done()  # and we are here: the loop turns
-    go_on.set()
+    tokenizer.go_on.set()
     assert len(await encoding) == LONG_TEXT_CHARS + 1
     renderer.close()
+
+
+async def test_texts_that_wait_for_a_thread_at_the_end_fail_and_do_not_look_cancelled() -> None:
+    tokenizer = SlowTokenizer()
+    renderer = Renderer(tokenizer, None)
+    text = "a" * (LONG_TEXT_CHARS + 1)
+    encodings = [asyncio.create_task(renderer.encode_async(text, False)) for _ in range(MAX_THREADS + 2)]
+    await asyncio.sleep(0)
+    encodings[-1].cancel()  # its reader has left
+    await asyncio.wait({encodings[-1]})
+    assert encodings[-1].cancelled()
+    renderer.close()
+    await asyncio.wait({encodings[-2]})
+    with pytest.raises(EngineDeadError, match="shut down"):
+        encodings[-2].result()
+    tokenizer.go_on.set()
+    assert len(await encodings[0]) == LONG_TEXT_CHARS + 1  # it had a thread
+    await asyncio.gather(*encodings, return_exceptions=True)
 
 
 async def test_bad_text_is_refused_from_the_thread_too() -> None:
