@@ -57,7 +57,6 @@ class Dispatch:
 
     handle: int
     choice: Choice
-    waited_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,6 @@ class _Queued:
     handle: int
     request: RoutingRequest
     place: tuple[float, int]  # of two with the same number, the one that came first
-    queued_at: float
     deadline: float | None
 
 
@@ -99,7 +97,7 @@ class DispatchQueue:
         place = request.priority * AGEING_S + now
         if self._order == "shortest":
             place += request.num_prompt_tokens * SECONDS_PER_TOKEN
-        queued = _Queued(handle, request, (place, self._num_added), now, deadline)
+        queued = _Queued(handle, request, (place, self._num_added), deadline)
         insort(self._lane_for(request), queued, key=_place)
         self._by_handle[handle] = queued
         self.num_tokens += request.num_prompt_tokens
@@ -133,18 +131,18 @@ class DispatchQueue:
         try:
             num_passed = 0
             for queued in self._in_order():
-                if num_passed == LOOK_AHEAD or not self._any_has_room(eligible(None), now):
+                if num_passed == LOOK_AHEAD or not self._any_has_room(eligible(None)):
                     break
                 choice = None
                 if queued.deadline is None or now < queued.deadline:
                     choice = self._choose(queued.request, eligible, now)
                 if choice is None:
                     continue  # too late, or its rank is not there: whoever owns it takes it out, soon
-                if self._has_room(choice.rank_id, now):
+                if self._has_room(choice.rank_id):
                     num_tokens = self._book(queued, choice)
                     self._share.on_dispatch(self._lane_name(queued.request), num_tokens)
                     self._remove(queued)
-                    yield Dispatch(queued.handle, choice, now - queued.queued_at)
+                    yield Dispatch(queued.handle, choice)
                     continue
                 self._book(queued, choice)
                 expected.append(queued.handle)
@@ -182,10 +180,10 @@ class DispatchQueue:
         self._ledger.book(queued.handle, choice.rank_id, num_tokens, new_keys)
         return num_tokens
 
-    def _any_has_room(self, rank_ids: Collection[RankId], now: float) -> bool:
-        return any(self._has_room(rank_id, now) for rank_id in rank_ids)
+    def _any_has_room(self, rank_ids: Collection[RankId]) -> bool:
+        return any(self._has_room(rank_id) for rank_id in rank_ids)
 
-    def _has_room(self, rank_id: RankId, now: float) -> bool:
+    def _has_room(self, rank_id: RankId) -> bool:
         return has_room(self._ledger.view(rank_id), self._num_front_ends)
 
     def _remove(self, queued: _Queued) -> None:

@@ -13,9 +13,6 @@ import re
 import sys
 import time
 from datetime import UTC, datetime
-from typing import Literal
-
-LogFormat = Literal["text", "json"]
 
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
 _FIELDS = ("request_id", "rank")  # that a line may carry as `extra`

@@ -56,7 +56,7 @@ class SimulatedFrontEnd:
         self._lines: dict[RankId, _Line] = {}
         self._block_size = 0  # of the ranks
 
-    def add_rank(self, rank: SimulatedRank, now: float) -> None:
+    def add_rank(self, rank: SimulatedRank) -> None:
         config = rank.config
         self.ledger.add_rank(
             rank.rank_id,
@@ -158,7 +158,7 @@ class SimulatedFrontEnd:
             request=request,
         )
 
-    def is_full(self, max_requests: int | None, max_tokens: int | None, now: float) -> bool:
+    def is_full(self, max_requests: int | None, max_tokens: int | None) -> bool:
         """Whether admission is closed."""
         if max_requests is not None and self.ledger.num_in_flight >= max_requests:
             return True

@@ -1,4 +1,4 @@
-"""A named policy on a trace at a share of the group's capacity: what the command line and the experiments ask for."""
+"""A named policy on a trace, and how fast the group could be: what the command line and the experiments ask for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from balancer.simulation.contenders import make_contender
 from balancer.simulation.simulator import Simulation, SimulationConfig, SimulationResult
-from balancer.simulation.trace import TraceRequest, scale_to_rate
+from balancer.simulation.trace import TraceRequest
 
 
 def run_policy(name: str, config: SimulationConfig, trace: Sequence[TraceRequest], seed: int) -> SimulationResult:
@@ -22,8 +22,3 @@ def capacity_per_s(config: SimulationConfig, trace: Sequence[TraceRequest]) -> f
     waiting = [replace(request, arrival_s=0.0) for request in trace]
     result = run_policy("least_tokens", plain, waiting, seed=0)
     return len(trace) / max(request.last_token_s or 0.0 for request in result.requests)
-
-
-def at_load(load: float, config: SimulationConfig, trace: Sequence[TraceRequest]) -> list[TraceRequest]:
-    """The trace at this share of what the healthy group can do."""
-    return scale_to_rate(trace, load * capacity_per_s(config, trace))

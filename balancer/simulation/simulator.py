@@ -163,7 +163,7 @@ class Simulation:
     def _on_arrival(self, request: SimulatedRequest, now: float) -> None:
         front_end, config = self.front_ends[request.front_end], self.config
         front_end.listen(now)
-        if front_end.is_full(config.max_num_queued_requests, config.max_num_queued_tokens, now):
+        if front_end.is_full(config.max_num_queued_requests, config.max_num_queued_tokens):
             request.on_end(now, "refused")
         else:
             self._place(request, now)
@@ -210,7 +210,7 @@ class Simulation:
         started = SimulatedRank(rank_id, self.config.rank, len(self.front_ends), self._slowness[rank])
         self._ranks[rank_id] = started
         for front_end in self.front_ends:
-            front_end.add_rank(started, now)
+            front_end.add_rank(started)
         self._eligible.append(rank_id)
         waiting, self._unplaced = self._unplaced, []
         for request in waiting:

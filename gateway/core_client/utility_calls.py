@@ -18,7 +18,7 @@ class UtilityCalls:
         self._pending: dict[tuple[int, RankId], asyncio.Future[Any]] = {}
         self._last_id = 0
 
-    def begin(self, method: str, rank_ids: Sequence[RankId]) -> tuple[int, list[asyncio.Future[Any]]]:
+    def begin(self, rank_ids: Sequence[RankId]) -> tuple[int, list[asyncio.Future[Any]]]:
         self._last_id += 1
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in rank_ids]
@@ -38,7 +38,7 @@ class UtilityCalls:
     ) -> list[Any]:
         """The results of all. They are all called before the first await, even if one cannot be reached any more: `send` gives
         a call its number and raises `EngineDeadError`."""
-        call_id, futures = self.begin(method, rank_ids)
+        call_id, futures = self.begin(rank_ids)
         try:
             for rank_id, future in zip(rank_ids, futures, strict=True):
                 try:

@@ -24,7 +24,6 @@ class Endpoint:
     read_s: float = 0.0  # when that was
     error: str | None = None  # why the last look gave nothing
     asked_s: float | None = None  # when it was asked what it has not answered yet
-    lost_s: float = 0.0  # since when, if it does
     num_outages: int = 0
     back_s: float | None = None  # when the last outage ended
 
@@ -32,7 +31,6 @@ class Endpoint:
         self.asked_s = None
         if reading.status is None:
             if self.error is None:
-                self.lost_s = now
                 self.num_outages += self.status is not None
             self.error = reading.error or "unknown"
             return

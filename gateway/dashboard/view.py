@@ -169,7 +169,7 @@ class _Page:
         line.add(f" {status.state} ", STATE_STYLES.get(status.state, PLAIN) + Style(reverse=True, bold=True)).add(" ")
         note = self.endpoint_note(endpoint)
         right = note or f"up {duration(status.uptime_s)}"
-        line.pieces([(status.model or "?", BOLD), *self.rank_states(index, status.ranks)], reserve=len(note) + 1 if note else 0)
+        line.pieces([(status.model or "?", BOLD), *self.rank_states(status.ranks)], reserve=len(note) + 1 if note else 0)
         pieces = [("", PLAIN)]
         balancer = status.balancer
         if balancer is not None and balancer.policy != "none":
@@ -190,7 +190,7 @@ class _Page:
             return f"connection lost, back since {duration(self.now - endpoint.back_s)}{times}"
         return ""
 
-    def rank_states(self, index: int, ranks: Sequence[RankStatus]) -> list[tuple[str, Style]]:
+    def rank_states(self, ranks: Sequence[RankStatus]) -> list[tuple[str, Style]]:
         """How many are ready, and which are not."""
         if not ranks:
             return []

@@ -59,9 +59,7 @@ class StartFailed:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """It stays dead. `is_last`: so are all the others."""
-
-    is_last: bool
+    """It stays dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,10 +292,9 @@ class GroupLedger:
             r.restarts += 1
             r.restart_pending = True
             return Restart(delay_s)
-        is_last = self._is_nobody_left()
-        if is_last:
+        if self._is_nobody_left():
             self.failed = f"no rank is left; rank {rank} was the last to die: {r.cause}"
-        return GivenUp(is_last)
+        return GivenUp()
 
     def _is_nobody_left(self) -> bool:
         return all(r.state == "dead" and not r.restart_pending for r in self._ranks.values())

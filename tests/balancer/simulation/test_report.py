@@ -7,7 +7,7 @@ import pytest
 from balancer.simulation.rank import StepLog
 from balancer.simulation.report import as_table, idle_ttft_s, spread, summarise
 from balancer.simulation.request import SimulatedRequest
-from balancer.simulation.runs import at_load, capacity_per_s, run_policy
+from balancer.simulation.runs import run_policy
 from balancer.simulation.simulator import SimulationResult
 from balancer.simulation.trace import TraceRequest
 from tests.balancer.simulation.workload import COST, chats, make_config
@@ -72,12 +72,6 @@ def test_imbalance_is_the_busiest_over_the_mean() -> None:
     logs[0].add(3.0, 0)
     logs[1].add(1.0, 0)
     assert summarise("p", SimulationResult([], logs), RANK, 0.0)["imbalance"] == 1.5
-
-
-def test_at_full_load_a_trace_comes_as_fast_as_the_ranks_can_finish_it() -> None:
-    config, trace = make_config(num_kv_blocks=200), chats(150)
-    scaled = at_load(0.5, config, trace)
-    assert len(scaled) / scaled[-1].arrival_s == pytest.approx(0.5 * capacity_per_s(config, trace))
 
 
 def test_a_real_run_fills_the_whole_table() -> None:

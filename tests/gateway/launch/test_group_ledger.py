@@ -71,7 +71,7 @@ def test_rank_is_given_up_after_its_restarts_and_the_others_go_on(group: Group) 
         group.ledger.on_death(rank_id, "killed", now)
         rank_id = group.ledger.begin(1)
         group.ledger.on_ready(rank_id)
-    assert group.ledger.on_death(rank_id, "killed", now=3.0) == GivenUp(is_last=False)
+    assert group.ledger.on_death(rank_id, "killed", now=3.0) == GivenUp()
     assert group.state(0) == "ready"
     assert group.ledger.failed is None
 
@@ -88,8 +88,8 @@ def test_restarts_older_than_ten_minutes_do_not_count(group: Group) -> None:
 def test_last_death_without_a_restart_fails_the_group() -> None:
     group = Group(2, max_restarts=0)
     first, second = group.bring_up()
-    assert group.ledger.on_death(first, "one", now=0.0) == GivenUp(is_last=False)
-    assert group.ledger.on_death(second, "two", now=0.0) == GivenUp(is_last=True)
+    assert group.ledger.on_death(first, "one", now=0.0) == GivenUp()
+    assert group.ledger.on_death(second, "two", now=0.0) == GivenUp()
     assert group.ledger.failed == "no rank is left; rank 1 was the last to die: two"
     group.ledger.check_invariants()
 
@@ -100,7 +100,7 @@ def test_rank_that_awaits_its_restart_keeps_the_group_alive() -> None:
     assert group.ledger.on_death(first, "one", now=0.0) == Restart(1.0)
     assert group.ledger.on_death(second, "two", now=0.0) == Restart(1.0)
     third = group.ledger.begin(0)
-    assert group.ledger.on_death(third, "three", now=2.0) == GivenUp(is_last=False)
+    assert group.ledger.on_death(third, "three", now=2.0) == GivenUp()
     assert group.ledger.failed is None
     group.ledger.check_invariants()
 
@@ -127,7 +127,7 @@ def test_nobody_is_restarted_once_the_group_is_retired(group: Group) -> None:
     group.ledger.on_death(first, "killed", now=0.0)
     group.ledger.retire()
     assert not group.ledger.snapshot().ranks[0].restart_pending
-    assert group.ledger.on_death(second, "", now=0.0) == GivenUp(is_last=True)
+    assert group.ledger.on_death(second, "", now=0.0) == GivenUp()
 
 
 def test_the_process_of_a_life_is_shown(group: Group) -> None:
@@ -204,12 +204,12 @@ def test_a_rank_that_was_given_up_can_be_revived_by_order() -> None:
 def test_when_no_rank_is_left_an_order_brings_one_back_if_the_server_stays_up(stays_up: bool) -> None:
     ledger = GroupLedger([0], max_restarts=0, stays_up=stays_up)
     ledger.on_ready(ledger.begin(0))
-    assert ledger.on_death(RankId(0, 1), "killed\nTraceback", now=0.0) == GivenUp(is_last=True)
+    assert ledger.on_death(RankId(0, 1), "killed\nTraceback", now=0.0) == GivenUp()
     if stays_up:
         ledger.revive(0)
         assert ledger.snapshot().failed is None
         assert ledger.on_ready(ledger.begin(0))
-        assert ledger.on_death(RankId(0, 2), "killed again", now=0.0) == GivenUp(is_last=True)
+        assert ledger.on_death(RankId(0, 2), "killed again", now=0.0) == GivenUp()
         ledger.add(1)
         assert ledger.snapshot().failed is None
         assert ledger.on_death(ledger.begin(1), "no memory", now=0.0) == Removed()
@@ -264,11 +264,11 @@ def test_a_rank_that_loses_node_after_node_is_never_given_up_and_its_own_deaths_
     for verdict in (Restart(1.0), Restart(2.0)):
         assert group.ledger.on_death(rank_id, "killed", now=11.0) == verdict
         rank_id = group.ledger.begin(1)
-    assert group.ledger.on_death(rank_id, "killed", now=12.0) == GivenUp(is_last=False)
+    assert group.ledger.on_death(rank_id, "killed", now=12.0) == GivenUp()
 
 
 def test_where_no_restart_is_wanted_a_lost_node_brings_none() -> None:
     group = Group(2, max_restarts=0)
     _, rank_id = group.bring_up()
-    assert group.ledger.on_death(rank_id, "its node is gone", now=0.0, is_node_lost=True) == GivenUp(is_last=False)
+    assert group.ledger.on_death(rank_id, "its node is gone", now=0.0, is_node_lost=True) == GivenUp()
     group.ledger.check_invariants()
