@@ -1,4 +1,4 @@
-"""What the documents say of tests, and of flags: each test that is named is there, each flag that is there is named."""
+"""What the documents say of tests, files and flags: each that is named is there, and each flag that is there is named."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from gateway.cli import Parser, bench, serve
 ROOT = Path(__file__).resolve().parents[1]
 FOR_USERS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS = ["ARCHITECTURE.md", "THREAT_MODEL.md"]
+ALL = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("balancer/**/*.md")]
+_LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+_FILE = re.compile(r"(?<![\w/.])(?:\./)?((?:balancer|configs|cores|docs|examples|gateway|scripts|tests)/[\w./-]*\w)")
 _TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 
@@ -24,6 +27,14 @@ def test_every_test_that_a_document_names_exists(document: str) -> None:
     for path, name in named:
         assert (ROOT / path).is_file(), path
         assert not name or f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
+
+
+@pytest.mark.parametrize("document", [path.relative_to(ROOT) for path in ALL], ids=str)
+def test_every_file_that_a_document_names_or_links_to_exists(document: Path) -> None:
+    text = (ROOT / document).read_text()
+    links = [link for link in _LINK.findall(text) if "://" not in link]
+    assert [link for link in links if not (ROOT / document.parent / link).exists()] == []
+    assert [path for path in _FILE.findall(text) if not any(ROOT.glob(f"{path.rstrip('/')}*"))] == []
 
 
 def test_every_failure_has_its_test() -> None:

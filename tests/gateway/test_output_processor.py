@@ -1,83 +1,31 @@
-"""From step outputs to readers: every kind of stream, every kind of end, and that each request has exactly one."""
+"""From step outputs to readers: every kind of stream, every kind of end."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from cores.messages import EngineCoreOutputs, Finished, FinishReason, FirstToken, RankId, RankLoad, TokenLogprobs
-from cores.sampling_params import RequestOutputKind, SamplingParams
-from cores.testing import make_tiny_tokenizer
+from cores.messages import Finished, FinishReason, TokenLogprobs
+from cores.sampling_params import RequestOutputKind
 from gateway.errors import EngineDeadError, EngineGenerateError, OverloadedError
 from gateway.output_processor import OutputProcessor, ProcessedOutputs
-from gateway.output_statistics import FinishedRequest, TokenTimes
-from gateway.outputs import CompletionOutput, RequestOutput, to_pooling_output
-from gateway.parallel_sampling import ParentRequest
-from gateway.request_state import RankStay
-from gateway.tokenizer import Tokenizer
-
-TOKENIZER = Tokenizer(make_tiny_tokenizer())
-DELTA, CUMULATIVE, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY
-EOS = 2
-LENGTH = Finished(FinishReason.LENGTH)
-PROMPT = TOKENIZER.encode("the prompt", False)
-
-
-def tokens(text: str) -> list[int]:
-    return TOKENIZER.encode(text, False)
-
-
-def outputs(rows: list[tuple[int, list[int]]], *, rank: int = 0, **extras: Any) -> EngineCoreOutputs:
-    """Rows are (handle, new tokens)."""
-    counts = [len(ids) for _, ids in rows]
-    return EngineCoreOutputs(
-        rank_id=RankId(rank, 1),
-        step=1,
-        command_seq=0,
-        load=RankLoad(),
-        handles=array("I", [handle for handle, _ in rows]),
-        token_ids=array("I", [token_id for _, ids in rows for token_id in ids]),
-        counts=None if all(count == 1 for count in counts) else array("I", counts),
-        **extras,
-    )
-
-
-@dataclass
-class RecordingSink:
-    """Keeps what it is given and holds the processor to its promise: nothing after the end."""
-
-    outputs: list[RequestOutput] = field(default_factory=list)
-    error: Exception | None = None
-
-    @property
-    def has_ended(self) -> bool:
-        return self.error is not None or any(output.finished for output in self.outputs)
-
-    def put(self, output: RequestOutput) -> None:
-        assert not self.has_ended
-        self.outputs.append(output)
-
-    def put_error(self, error: Exception) -> None:
-        assert not self.has_ended
-        self.error = error
-
-    def completions(self, index: int = 0) -> list[CompletionOutput]:
-        return [c for output in self.outputs for c in output.outputs if c.index == index]
-
-    def text(self, index: int = 0) -> str:
-        return "".join(completion.text for completion in self.completions(index))
-
-    def token_ids(self, index: int = 0) -> list[int]:
-        return [token_id for completion in self.completions(index) for token_id in completion.token_ids]
-
-
-Add = Callable[..., RecordingSink]
+from gateway.outputs import to_pooling_output
+from tests.gateway.output_harness import (
+    CUMULATIVE,
+    DELTA,
+    EOS,
+    FINAL_ONLY,
+    LENGTH,
+    PROMPT,
+    TOKENIZER,
+    add_request,
+    feed,
+    feed_text,
+    outputs,
+    tokens,
+)
 
 
 @pytest.fixture
@@ -85,50 +33,6 @@ def processor() -> Iterator[OutputProcessor]:
     processor = OutputProcessor(TOKENIZER)
     yield processor
     processor.check_invariants()
-
-
-def add_request(
-    processor: OutputProcessor,
-    handle: int,
-    *,
-    name: str | None = None,
-    external_id: str = "request",
-    lora_name: str | None = None,
-    tenant: str | None = None,
-    **params: Any,
-) -> RecordingSink:
-    """Registers a request; its children have handles from `handle` on."""
-    sink = RecordingSink()
-    settings = SamplingParams(**{"output_kind": DELTA, "seed": 1, "max_tokens": 100} | params)
-    internal_id = name or f"request-{handle}"
-    parent = ParentRequest(internal_id, settings) if settings.n > 1 else None
-    for index in range(settings.n):
-        processor.add_request(
-            handle=handle + index,
-            external_id=external_id,
-            internal_id=internal_id,
-            prompt_text="the prompt",
-            prompt_token_ids=PROMPT,
-            params=parent.child_params(index) if parent else settings,
-            sink=sink,
-            parent=parent,
-            index=index,
-            arrival_s=10.0,
-            lora_name=lora_name,
-            tenant=tenant,
-        )
-    return sink
-
-
-def feed(processor: OutputProcessor, batch: EngineCoreOutputs, now: float = 11.0) -> ProcessedOutputs:
-    (done,) = processor.process(batch, 128, now)
-    processor.check_invariants()
-    return done
-
-
-def feed_text(processor: OutputProcessor, handle: int, text: str) -> None:
-    for token_id in tokens(text):
-        feed(processor, outputs([(handle, [token_id])]))
 
 
 # --- one sequence -----------------------------------------------------------------------------------------------------
@@ -500,185 +404,3 @@ def test_a_batch_is_handled_in_slices_between_which_requests_come_and_go(process
 
 def test_an_empty_batch_has_no_slices(processor: OutputProcessor) -> None:
     assert list(processor.process(outputs([]), 128, 1.0)) == []
-
-
-# --- statistics -------------------------------------------------------------------------------------------------------
-
-
-def test_statistics_of_a_request_are_complete_when_it_ends() -> None:
-    finished: list[FinishedRequest] = []
-    processor = OutputProcessor(TOKENIZER, on_finished=finished.append)
-    add_request(processor, 1)
-    feed(processor, outputs([(1, tokens("a"))], rank=4, first_tokens={0: FirstToken(6, 0.25)}), now=11.0)
-    feed(processor, outputs([(1, tokens("b"))]), now=11.5)
-    feed(processor, outputs([(1, tokens("c"))], first_tokens={0: FirstToken(0, 9.0)}), now=12.0)  # went on at another rank
-    feed(processor, outputs([(1, [EOS])], finished={0: Finished(FinishReason.STOP, EOS)}), now=13.0)
-    assert finished == [
-        FinishedRequest(
-            external_id="request",
-            internal_id="request-1",
-            finish_reason="stop",
-            rank=4,
-            arrival_s=10.0,
-            first_token_s=11.0,
-            last_token_s=13.0,
-            queued_s=0.25,
-            num_sequences=1,
-            num_prompt_tokens=len(PROMPT),
-            num_cached_tokens=6,
-            num_generation_tokens=4,
-            num_moves=0,
-        )
-    ]
-    assert processor.counters.generation_tokens == 4
-
-
-@pytest.mark.parametrize("is_wanted", [True, False])
-def test_stays_at_ranks_are_kept_where_they_are_wanted(is_wanted: bool) -> None:
-    finished: list[FinishedRequest] = []
-    processor = OutputProcessor(TOKENIZER, on_finished=finished.append)
-    processor.keeps_stays = is_wanted
-    add_request(processor, 1)
-    processor.set_rank(1, 4, 10.5)
-    feed(processor, outputs([(1, tokens("a"))], rank=4, first_tokens={0: FirstToken(6, 0.25)}), now=11.0)
-    processor.note_move(1, 12.0)
-    processor.set_rank(1, 2, 13.0)
-    feed(processor, outputs([(1, tokens("b"))], rank=2, first_tokens={0: FirstToken(0, 9.0)}), now=14.0)
-    processor.abort("request")
-    stays = (RankStay(1, 4, 10.5, 11.0, 12.0), RankStay(1, 2, 13.0, 14.0))
-    assert finished[0].stays == (stays if is_wanted else ())
-    assert finished[0].num_moves == 1
-
-
-@pytest.mark.parametrize("end", ["abort", "error", "length"])
-def test_every_end_is_counted_and_reported_once(end: str) -> None:
-    finished: list[FinishedRequest] = []
-    processor = OutputProcessor(TOKENIZER, on_finished=finished.append)
-    add_request(processor, 1)
-    match end:
-        case "abort":
-            processor.abort("request")
-        case "error":
-            processor.fail([1], EngineDeadError("dead"))
-        case "length":
-            feed(processor, outputs([(1, tokens("a"))], finished={0: LENGTH}))
-    assert [request.finish_reason for request in finished] == [end]
-    counters = processor.counters
-    assert (counters.finished, counters.aborted, counters.failed) == (end == "length", end == "abort", end == "error")
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "first_s", "last_s", "queued_s"), [(0, None, None, 0.0), (1, 20.0, 20.0, 0.25), (3, 20.0, 22.0, 0.25)]
-)
-def test_an_abort_is_reported_with_what_its_request_had_come_to(
-    num_tokens: int, first_s: float | None, last_s: float | None, queued_s: float
-) -> None:
-    """Queued or in prefill, with its first token, or in decode."""
-    finished: list[FinishedRequest] = []
-    processor = OutputProcessor(TOKENIZER, on_finished=finished.append)
-    add_request(processor, 1)
-    for i in range(num_tokens):
-        first = {} if i else {0: FirstToken(2, 0.25)}
-        feed(processor, outputs([(1, tokens("a"))], first_tokens=first), now=20.0 + i)
-    processor.abort("request")
-    feed(processor, outputs([(1, tokens("a"))]), now=30.0)  # its engine had not heard yet
-    (request,) = finished
-    assert (request.finish_reason, request.first_token_s, request.last_token_s) == ("abort", first_s, last_s)
-    assert (request.queued_s, request.num_generation_tokens) == (queued_s, num_tokens)
-    assert processor.counters.prompt_tokens == (len(PROMPT) if num_tokens else 0)  # counted once, at the first token
-
-
-def test_token_times_are_per_sequence_and_reported_by_slice() -> None:
-    slices: list[TokenTimes] = []
-    processor = OutputProcessor(TOKENIZER, on_tokens=slices.append)
-    add_request(processor, 1, n=2)
-    feed(processor, outputs([(1, tokens("a"))], rank=3), now=11.0)
-    feed(processor, outputs([(1, tokens("b")), (2, tokens("c"))], rank=3), now=12.0)
-    feed(processor, outputs([(1, tokens("d")), (2, tokens("e"))], rank=3), now=14.0)
-    assert slices == [
-        TokenTimes(3, 1, time_to_first_token_s=[1.0]),
-        TokenTimes(3, 2, inter_token_s=[1.0]),
-        TokenTimes(3, 2, inter_token_s=[2.0, 2.0]),
-    ]
-
-
-# --- any order of anything --------------------------------------------------------------------------------------------
-
-ALPHABET = [*tokens("ab<é"), EOS]
-operations = st.lists(
-    st.one_of(
-        st.tuples(st.just("add"), st.integers(1, 3), st.sampled_from([DELTA, CUMULATIVE, FINAL_ONLY]), st.booleans()),
-        st.tuples(st.just("step"), st.integers(0, 2**32), st.integers(1, 4)),
-        st.tuples(st.just("abort"), st.integers(0, 9)),
-        st.tuples(st.just("fail"), st.integers(0, 9)),
-        st.tuples(st.just("remove"), st.integers(0, 9)),
-    ),
-    max_size=40,
-)
-
-
-@given(operations, st.randoms(use_true_random=False))
-def test_every_request_has_exactly_one_end_or_was_removed(steps: list[tuple[Any, ...]], rng: Any) -> None:
-    """`RecordingSink` fails on anything that comes after the end."""
-    processor = OutputProcessor(TOKENIZER)
-    sinks: dict[int, RecordingSink] = {}  # by first handle
-    in_engine: dict[int, int] = {}  # handles an engine would still serve, with the first handle of their request
-    removed: set[int] = set()
-    sent: dict[int, list[int]] = {}  # tokens by handle
-    lossless: dict[int, int] = {}  # n of the delta streams that no stop string can cut, by first handle
-    next_handle = 0
-
-    def forget(handles: list[int]) -> None:
-        for handle in handles:
-            in_engine.pop(handle, None)
-
-    for step in steps:
-        match step:
-            case ("add", n, kind, stops):
-                stop = {"stop": ("ab", "<")} if stops else {}
-                sinks[next_handle] = add_request(processor, next_handle, name=f"i{next_handle}", n=n, output_kind=kind, **stop)
-                if kind is DELTA and not stops:
-                    lossless[next_handle] = n
-                in_engine |= dict.fromkeys(range(next_handle, next_handle + n), next_handle)
-                next_handle += n
-            case ("step", _, chunk_size):
-                rows = [(handle, rng.choices(ALPHABET, k=rng.randint(0, 2))) for handle in in_engine]
-                reasons = {i: Finished(rng.choice(list(FinishReason))) for i in range(len(rows)) if rng.random() < 0.2}
-                for done in processor.process(outputs(rows, finished=reasons), chunk_size, 1.0):
-                    assert not set(done.abort_handles) & set(done.finished_handles)
-                    forget([*done.abort_handles, *done.finished_handles])
-                    processor.check_invariants()
-                for handle, ids in rows:
-                    sent[handle] = sent.get(handle, []) + ids
-            case ("abort", k):
-                forget(processor.abort(f"i{k}"))
-            case ("fail", k):
-                forget([k, *processor.fail([k], EngineDeadError("dead"))])
-            case ("remove", k):
-                if k in in_engine:
-                    removed.add(in_engine[k])
-                    forget(processor.handles_of(f"i{in_engine[k]}"))
-                    processor.remove([k])
-        processor.check_invariants()
-        assert processor.num_unfinished == len(in_engine), "engines and front end disagree"
-    processor.fail_all(EngineDeadError("the end"))
-    assert processor.num_unfinished == 0
-    for first_handle, sink in sinks.items():
-        assert sink.has_ended == (first_handle not in removed)
-        if first_handle in lossless:
-            for index in range(lossless[first_handle]):
-                got, whole = sink.token_ids(index), sent.get(first_handle + index, [])
-                # An error ends all siblings, whose rows may be behind it in the batch.
-                assert got == (whole if sink.error is None and first_handle not in removed else whole[: len(got)])
-    assert processor.counters.finished + processor.counters.aborted + processor.counters.failed == len(sinks) - len(removed)
-
-
-def test_sequences_are_counted_by_adapter_until_their_end(processor: OutputProcessor) -> None:
-    add_request(processor, 1, lora_name="sql", n=2, seed=1)
-    add_request(processor, 3, lora_name="chat")
-    add_request(processor, 4)
-    assert processor.count_by_lora() == {"sql": (2, 0), "chat": (1, 0)}
-    feed(processor, outputs([(1, [5]), (4, [5])]))
-    assert processor.count_by_lora() == {"sql": (1, 1), "chat": (1, 0)}
-    processor.abort_all()
-    assert processor.count_by_lora() == {}

@@ -89,6 +89,7 @@ def test_last_death_without_a_restart_fails_the_group() -> None:
     group = Group(2, max_restarts=0)
     first, second = group.bring_up()
     assert group.ledger.on_death(first, "one", now=0.0) == GivenUp()
+    assert group.ledger.failed is None
     assert group.ledger.on_death(second, "two", now=0.0) == GivenUp()
     assert group.ledger.failed == "no rank is left; rank 1 was the last to die: two"
     group.ledger.check_invariants()
