@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gateway.cli import Parser, bench, serve
+from scripts.status_picture import draw_scenes
 
 ROOT = Path(__file__).resolve().parents[1]
 FOR_USERS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -60,3 +61,10 @@ def test_asking_the_test_script_for_help_sets_nothing_up() -> None:
     done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True)
     assert "tests/cores tests/gateway tests/balancer" in done.stdout
     assert done.stderr == ""
+
+
+def test_the_pictures_of_the_board_are_of_the_board_as_it_is(tmp_path: Path) -> None:
+    draw_scenes(tmp_path)
+    drawn, kept = ({path.name: path.read_text() for path in where.glob("*.svg")} for where in (tmp_path, ROOT / "docs/screens"))
+    others = sorted(name for name in drawn | kept if drawn.get(name) != kept.get(name))
+    assert others == [], "draw them with `python -m scripts.status_picture docs/screens`"

@@ -157,13 +157,18 @@ class LiveBoard:
         for number in ENDING_SIGNALS:
             loop.add_signal_handler(number, self._end, number)
         loop.add_signal_handler(signal.SIGINT, self._end, 0)
-        loop.add_signal_handler(signal.SIGWINCH, self._show)
+        loop.add_signal_handler(signal.SIGWINCH, self._on_resize)
         loop.add_signal_handler(signal.SIGTSTP, self._stop)
         try:
             yield
         finally:
             for number in (*ENDING_SIGNALS, signal.SIGINT, signal.SIGWINCH, signal.SIGTSTP):
                 loop.remove_signal_handler(number)
+
+    def _on_resize(self) -> None:
+        """Also one that was undone before we looked has cost the window what it showed."""
+        self._terminal.forget()
+        self._show()
 
     def _end(self, number: int) -> None:
         if not self._ended.done():

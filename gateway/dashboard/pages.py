@@ -11,6 +11,7 @@ from gateway.dashboard.board import WINDOW_S, Board, RankKey
 from gateway.dashboard.lines import BOLD, CYAN, DIM, PLAIN, RED, STATE_STYLES, Line
 from gateway.dashboard.words import (
     Glyphs,
+    clean,
     count,
     duration,
     per_second,
@@ -19,6 +20,7 @@ from gateway.dashboard.words import (
     short_time,
     sparkline,
     step_time,
+    wrapped,
 )
 from gateway.status import RankStatus
 
@@ -67,7 +69,7 @@ def detail_lines(
     lines += _fact_lines(facts, new_line)
     if rank.death_cause is not None:
         ago = duration(rank.last_death_s_ago or 0.0)
-        lines += _wrapped(f"died {ago} ago: {rank.death_cause}", RED, new_line)
+        lines += _paragraph(f"died {ago} ago: {rank.death_cause}", RED, new_line, glyphs)
     return [*lines, new_line()]
 
 
@@ -147,6 +149,5 @@ def _fact_lines(facts: list[tuple[str, str]], new_line: Callable[[], Line]) -> l
     return lines
 
 
-def _wrapped(text: str, style: Style, new_line: Callable[[], Line]) -> list[Line]:
-    width = new_line().width - 2
-    return [new_line().add(f" {text[start : start + width]}", style) for start in range(0, len(text), width)][:4]
+def _paragraph(text: str, style: Style, new_line: Callable[[], Line], glyphs: Glyphs) -> list[Line]:
+    return [new_line().add(f" {line}", style) for line in wrapped(clean(text), new_line().width - 2, 4, glyphs)]

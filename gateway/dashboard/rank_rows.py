@@ -29,6 +29,7 @@ from gateway.dashboard.state import TROUBLE_GROUP
 from gateway.dashboard.words import (
     Glyphs,
     bar,
+    clean,
     clip,
     count,
     duration,
@@ -39,11 +40,11 @@ from gateway.dashboard.words import (
     short_time,
     sparkline,
     step_time,
+    wrapped,
 )
 from gateway.status import RankStatus
 
-# Of these a sentence says more than numbers, which are all zero or old.
-TOLD_STATES = frozenset({"dead", "stalled", "starting", "restarting"})
+MAX_STORY_LINES = 4
 OLD_SIGNAL_MS = 2000.0  # a rank says something every 500 ms, whatever it does
 STATE_WIDTH = 10
 
@@ -192,6 +193,12 @@ def columns_of(width: int) -> tuple[int, list[_Column]]:
     ]  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class StoryLine:
+    text: str
+    end: str = ""  # at the right
+
+
 class RankTable:
     """Draws the head and the rows of one frame."""
 
@@ -217,42 +224,63 @@ class RankTable:
             line.add(title.ljust(column.width) if column.is_left else title.rjust(column.width), DIM)
         return line
 
-    def row(self, key: RankKey, rank: RankStatus, *, is_selected: bool, is_stale: bool) -> Line:
+    def story(self, rank: RankStatus, *, is_whole: bool) -> list[StoryLine]:
+        """When and why a rank died, and whether it comes back, instead of numbers that are all zero or old: in as many lines as
+        that takes, or in one. Nothing of other ranks."""
+        is_dead = rank.state == "dead"
+        if not is_dead and (rank.state != "restarting" or rank.start_progress):
+            return []
+        text = "" if rank.last_death_s_ago is None else clean(last_death(rank, self._glyphs))
+        end = ("comes back" if rank.restart_pending else "stays dead") if is_dead else ""
+        width = self._width - self._name_width - 2 - STATE_WIDTH - self._gap
+        *lines, last = wrapped(text, width, MAX_STORY_LINES if is_whole else 1, self._glyphs)
+        # The end stands beside a word of the cause, never alone.
+        lines += wrapped(last, width - len(end) - 1, MAX_STORY_LINES - len(lines) if is_whole else 1, self._glyphs)
+        return [*map(StoryLine, lines[:-1]), StoryLine(lines[-1], end)]
+
+    def row(self, key: RankKey, rank: RankStatus, story: StoryLine | None = None, *, is_selected: bool, is_stale: bool) -> Line:
+        """Its first line; `more_of` draws those that a story has behind it."""
         line = Line(self._width, self._glyphs)
         style = STATE_STYLES.get(rank.state, PLAIN)
         line.add(self._glyphs.selected if is_selected else " ", BOLD)
         line.add(self.name(key).rjust(self._name_width) + " ", BOLD_RED if rank.state in ("dead", "stalled") else PLAIN)
         state = clip(rank.state or "?", STATE_WIDTH, self._glyphs)
         line.add(state, style).add(" " * max(0, STATE_WIDTH - cell_len(state)))
-        if rank.state in TOLD_STATES:
-            self._tell(line, key, rank)
+        if story is not None:
+            self._tell_death(line, rank, story)
+        elif rank.state == "stalled":
+            line.add(" " * self._gap).add(self._stall_texts.get(key, "it has work and makes no step"), RED)
+        elif rank.state in ("starting", "restarting"):
+            self._tell_start(line.add(" " * self._gap), rank)
         else:
             for column in self._columns:
                 column.draw(line, key, rank, self._context, column.width)
+        return self._finished(line, is_selected=is_selected, is_stale=is_stale)
+
+    def more_of(self, rank: RankStatus, story: StoryLine, *, is_selected: bool, is_stale: bool) -> Line:
+        line = Line(self._width, self._glyphs).add(" " * (self._name_width + 2 + STATE_WIDTH))
+        self._tell_death(line, rank, story)
+        return self._finished(line, is_selected=is_selected, is_stale=is_stale)
+
+    @staticmethod
+    def _finished(line: Line, *, is_selected: bool, is_stale: bool) -> Line:
         if is_selected:
             line.styled(SELECTED)
         return line.styled(DIM) if is_stale else line
 
-    def _tell(self, line: Line, key: RankKey, rank: RankStatus) -> None:
-        """What matters of a rank that does not serve."""
-        line.add(" " * self._gap)
-        if rank.state == "starting" or (rank.state == "restarting" and rank.start_progress):
-            if rank.start_progress:
-                line.add(f"{rank.start_progress:>4.0%} ").add(bar(rank.start_progress, 20, self._glyphs).ljust(20), YELLOW_BAR)
-                line.add(" of its weights")
-            else:
-                line.add("loading")
-            if rank.pid is not None:
-                line.add(f", pid {rank.pid}", DIM)
-            return
-        if rank.state == "stalled":
-            line.add(self._stall_texts.get(key, "it has work and makes no step"), RED)
-            return
-        line.add(
-            last_death(rank, self._glyphs) if rank.last_death_s_ago is not None else "", RED if rank.state == "dead" else YELLOW
-        )
-        if rank.state == "dead":
-            line.right("comes back" if rank.restart_pending else "stays dead", DIM)
+    def _tell_death(self, line: Line, rank: RankStatus, story: StoryLine) -> None:
+        line.add(" " * self._gap).add(story.text, RED if rank.state == "dead" else YELLOW)
+        if story.end:
+            line.right(story.end, DIM)
+
+    def _tell_start(self, line: Line, rank: RankStatus) -> None:
+        if rank.start_progress:
+            line.add(f"{rank.start_progress:>4.0%} ").add(bar(rank.start_progress, 20, self._glyphs).ljust(20), YELLOW_BAR)
+            line.add(" of its weights")
+        else:
+            line.add("loading")
+        if rank.pid is not None:
+            line.add(f", pid {rank.pid}", DIM)
 
 
 def _stall_texts(board: Board) -> dict[RankKey, str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from rich.style import Style
 
@@ -29,16 +31,19 @@ from gateway.dashboard.words import (
     ASCII,
     UNICODE,
     Glyphs,
+    clean,
     count,
     duration,
     first_line,
     per_second,
     round_scale,
     sparkline,
+    wrapped,
 )
 from gateway.status import Event, FrontEndStatus, RankStatus
 
 MAX_EVENTS = 6  # where there is no height to fill
+MAX_EVENT_LINES = 3
 MIN_EVENTS = 4  # that keep their place, so that the ranks do not move when something happens
 SLOW_LOOP_MS = 50.0
 FRONT_END_WIDTH = 58
@@ -59,6 +64,15 @@ def render(board: Board, view: ViewState, now: float) -> Frame:
     return Frame([*lines, page.footer()])
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A line among the ranks. `key` is that of the rank that begins with it."""
+
+    draw: Callable[[], Line]
+    key: RankKey | None = None
+    is_heading: bool = False
+
+
 class _Page:
     """The parts of one frame."""
 
@@ -77,8 +91,8 @@ class _Page:
     def everything(self) -> list[Line]:
         lines = self.summary(limit=10**6)
         if self.board.ranks:
-            lines += [self.line(), self.table.head(), *(draw() for _, draw in self.rank_lines()), self.line()]
-        return lines + self.event_lines(MAX_EVENTS)
+            lines += [self.line(), self.table.head(), *(row.draw() for row in self.rank_lines(spare=10**6)), self.line()]
+        return lines + [line for event in self.events()[:MAX_EVENTS] for line in self.event(*event)]
 
     def lines(self) -> list[Line]:
         assert self.view.height is not None
@@ -108,13 +122,15 @@ class _Page:
             return [self.line(), *self.event_lines(room - 1)]
         blank = [self.line()] if room >= 16 else []
         room -= len(blank) + 2  # the table's head, the events' rule
-        num_rows = max(1, min(len(rows), room - min(MIN_EVENTS, room // 4)))
-        selected = next((i for i, (key, _) in enumerate(rows) if key is not None and key == self.view.selected), 0)
+        most = max(1, room - min(MIN_EVENTS, room // 4))
+        rows = self.rank_lines(spare=max(most - len(rows), most // 4))
+        num_rows = min(len(rows), most)
+        selected = next((i for i, row in enumerate(rows) if row.key is not None and row.key == self.view.selected), 0)
         first = max(0, min(selected - num_rows // 2, len(rows) - num_rows))
-        if rows[first + num_rows - 1][0] is None and num_rows > 1:
-            num_rows -= 1  # the heading of ranks that are not seen
-        shown = [draw() for _, draw in rows[first : first + num_rows]]
-        hidden = [(key, first > i) for i, (key, _) in enumerate(rows) if key and not first <= i < first + num_rows]
+        if rows[first + num_rows - 1].is_heading and num_rows > 1:
+            num_rows -= 1  # of ranks that are not seen
+        shown = [row.draw() for row in rows[first : first + num_rows]]
+        hidden = [(row.key, first > i) for i, row in enumerate(rows) if row.key and not first <= i < first + num_rows]
         above, below = sum(is_above for _, is_above in hidden), sum(not is_above for _, is_above in hidden)
         return [
             *blank,
@@ -276,18 +292,27 @@ class _Page:
 
     # --- ranks --------------------------------------------------------------------------------------------------------
 
-    def rank_lines(self) -> list[tuple[RankKey | None, Callable[[], Line]]]:
-        """Rows and the headings of their nodes, which have no key. Only those that are seen are drawn."""
-        lines: list[tuple[RankKey | None, Callable[[], Line]]] = []
+    def rank_lines(self, spare: int = 0) -> list[_Row]:
+        """All ranks and the headings of their nodes. Only those that are seen are drawn. A rank that died gets so many lines as
+        its cause takes, as long as there are `spare` ones."""
+        lines: list[_Row] = []
         for name, rows in by_node(self.board, self.view):
             if name and rows:
-                lines.append((None, functools.partial(group_line, name, rows, self.view.width, self.glyphs)))
-            lines += [(key, functools.partial(self.rank_line, key, rank)) for key, rank in rows]
+                heading = functools.partial(group_line, name, rows, self.view.width, self.glyphs)
+                lines.append(_Row(heading, is_heading=True))
+            for key, rank in rows:
+                of_rank = self.lines_of_rank(key, rank, spare)
+                spare -= len(of_rank) - 1
+                lines += of_rank
         return lines
 
-    def rank_line(self, key: RankKey, rank: RankStatus) -> Line:
-        is_stale = self.board.endpoints[key[0]].is_stale
-        return self.table.row(key, rank, is_selected=key == self.view.selected, is_stale=is_stale)
+    def lines_of_rank(self, key: RankKey, rank: RankStatus, spare: int) -> list[_Row]:
+        how = {"is_selected": key == self.view.selected, "is_stale": self.board.endpoints[key[0]].is_stale}
+        story = self.table.story(rank, is_whole=True)
+        if len(story) - 1 > spare:
+            story = self.table.story(rank, is_whole=False)
+        row = _Row(functools.partial(self.table.row, key, rank, story[0] if story else None, **how), key)
+        return [row, *(_Row(functools.partial(self.table.more_of, rank, line, **how)) for line in story[1:])]
 
     def selected_rank(self) -> tuple[RankKey, RankStatus] | None:
         return next((row for row in self.board.ranks if row[0] == self.view.selected), None)
@@ -306,22 +331,27 @@ class _Page:
 
     def event_lines(self, room: int, events: Sequence[tuple[int, Event, float]] | None = None) -> list[Line]:
         events = self.events() if events is None else events
-        return [self.event(*row) for row in events[: max(0, room)]]
+        return [line for row in events[: max(0, room)] for line in self.event(*row)][: max(0, room)]
 
-    def event(self, index: int, event: Event, age_s: float) -> Line:
+    def event(self, index: int, event: Event, age_s: float) -> list[Line]:
+        """In as many lines as its text takes, up to a bound."""
         style = RED if event.kind in ("death", "stall") else YELLOW if event.kind in ("move", "drain", "scale") else PLAIN
         if age_s > RECENT_S:
             style = style + DIM
         name = "" if event.rank is None else f"rank {self.table.name((index, event.rank))}"
-        line = self.line().add(f"{duration(age_s):>8} ago  ", DIM).add(f"{event.kind:<8}", style)
-        return line.add(f"{name:<10}", style).add(first_line(event.text), style)
+        line = self.line().add(f"{duration(age_s):>8} ago  ", DIM).add(f"{event.kind:<8}", style).add(f"{name:<10}", style)
+        indent = " " * (line.width - line.left)
+        first, *more = wrapped(clean(first_line(event.text)), line.left, MAX_EVENT_LINES, self.glyphs)
+        return [line.add(first, style), *(self.line().add(indent).add(text, style) for text in more)]
 
     def events_page(self, room: int) -> list[Line]:
         events = self.events()
-        first = max(0, min(self.view.scroll, len(events) - (room - 1)))
-        shown = events[first : first + room - 1]
-        note = self._hidden(first, len(events) - first - len(shown))
-        return [self.rule("events", note), *self.event_lines(room - 1, shown)]
+        heights = [len(self.event(*event)) for event in events]
+        last_page = len(events) - _num_that_fit(reversed(heights), room - 1)
+        first = min(self.view.scroll, last_page)
+        num_shown = _num_that_fit(heights[first:], room - 1)
+        note = self._hidden(first, len(events) - first - num_shown)
+        return [self.rule("events", note), *self.event_lines(room - 1, events[first : first + num_shown])]
 
     # --- the bottom ---------------------------------------------------------------------------------------------------
 
@@ -350,6 +380,10 @@ class _Page:
                 break
             line.add(f" {key}", BOLD).add(f" {text} ", DIM)
         return line.right(f"every {view.interval_s:g}s ", DIM)
+
+
+def _num_that_fit(heights: Iterable[int], room: int) -> int:
+    return sum(total <= room for total in itertools.accumulate(heights))
 
 
 __all__ = ["WINDOW_S", "render"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len, chop_cells, set_cell_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,18 @@ def clip(text: str, width: int, glyphs: Glyphs) -> str:
     if (len(text) if text.isascii() else cell_len(text)) <= width:
         return text
     return set_cell_size(text, width - 1).rstrip() + glyphs.more
+
+
+def wrapped(text: str, width: int, max_lines: int, glyphs: Glyphs) -> list[str]:
+    """In lines of at most `width` cells, broken at blanks where that leaves no line half empty; what is too much is cut off."""
+    lines: list[str] = []
+    while len(lines) < max_lines - 1 and cell_len(text) > width > 0:
+        head = chop_cells(text, width)[0]
+        blank = (head + text[len(head)]).rfind(" ")
+        end = blank if 2 * blank > len(head) else len(head)
+        lines.append(text[:end])
+        text = text[end:].lstrip()
+    return [*lines, clip(text, width, glyphs)]
 
 
 def duration(seconds: float) -> str:

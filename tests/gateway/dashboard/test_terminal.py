@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import os
+import signal
 from io import StringIO
 
 import pyte
@@ -10,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from gateway.dashboard.board import Board
-from gateway.dashboard.feed import Reading
+from gateway.dashboard.feed import Reading, StatusFeed
+from gateway.dashboard.live import LiveBoard
 from gateway.dashboard.state import ViewState, press
 from gateway.dashboard.terminal import Terminal
 from gateway.dashboard.view import render
@@ -107,3 +111,29 @@ def test_nothing_of_the_page_before_stays_when_the_window_is_resized(is_wide: bo
         window.press(key)
         window.resize(*size)
         window.check()
+
+
+async def test_a_window_that_is_made_smaller_and_larger_again_before_the_board_looks_is_painted_anew() -> None:
+    written, screen = StringIO(), pyte.Screen(80, 24)
+    console = Console(file=written, width=80, height=24, force_terminal=True, color_system=None, legacy_windows=False)
+
+    async def until_it_says(words: str) -> None:
+        async with asyncio.timeout(60):
+            while words not in screen.display[0]:
+                await asyncio.sleep(0.01)
+                pyte.Stream(screen).feed(written.getvalue())
+                written.seek(0)
+                written.truncate()
+
+    feed = StatusFeed(["http://127.0.0.1:1"])
+    async with feed:
+        board = LiveBoard(Terminal(console, stdin=StringIO()), feed, 3600.0, Board(feed.urls), ascii_only=False)
+        running = asyncio.create_task(board.run())
+        await until_it_says("never seen")
+        screen.resize(10, 20)
+        screen.resize(24, 80)
+        assert "never seen" not in screen.display[0]
+        os.kill(os.getpid(), signal.SIGWINCH)
+        await until_it_says("never seen")
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await running == signal.SIGTERM

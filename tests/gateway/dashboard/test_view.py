@@ -102,9 +102,69 @@ def test_ranks_in_trouble_are_on_top_and_say_why(num_ranks: int, width: int, hei
     rows = [line.split() for line in lines[head + 1 :] if line.split()[1:2] and line.split()[0].isdigit()]
     order = [state for state in ("dead", "stalled", "draining") if state in who]
     assert [row[:2] for row in rows[: len(order)]] == [[str(who[state]), state] for state in order]
-    (dead,) = (line for line in lines if f" {who['dead']} dead" in line)
-    assert "27s ago: process 4242 was killed by signal 9 (SIGKILL)" in dead
+    (dead,) = (i for i, line in enumerate(lines) if f" {who['dead']} dead" in line)
+    told = " ".join(" ".join(lines[dead : dead + 2]).split())
+    assert "27s ago: process 4242 was killed by signal 9 (SIGKILL)" in told
+    assert told.count("comes back") == 1
     assert all(f"{state}: {who[state]}" in lines[0] for state in order)
+
+
+OOM = (
+    "its worker process was killed by the kernel's out-of-memory killer while it loaded weights (exit code 137), and no node"
+    " has room for it now"
+)
+
+
+def dead_board(num_dead: int, num_ready: int) -> Board:
+    dead = [RankStatus(rank=i, epoch=1, state="dead", last_death_s_ago=27, death_cause=OOM) for i in range(num_dead)]
+    ready = [RankStatus(rank=num_dead + i, epoch=1, state="ready") for i in range(num_ready)]
+    event = Event(seq=1, age_s=27, kind="death", rank=0, text=f"epoch 1 died with 1 request in flight: {OOM}")
+    return make_board(make_status(ranks=(*dead, *ready), events=(event,)))
+
+
+@pytest.mark.parametrize("height", [24, None])
+def test_eighty_columns_show_all_of_a_cause_of_death(height: int | None) -> None:
+    lines = draw(dead_board(1, 7), height=height)
+    top = next(i for i, line in enumerate(lines) if " 0 dead " in line)
+    assert [line.rstrip() for line in lines[top : top + 4]] == [
+        "   0 dead       27s ago: its worker process was killed by the kernel's",
+        "                out-of-memory killer while it loaded weights (exit code 137),",
+        "                and no node has room for it now                       stays dead",
+        "   1 ready         0        0       0%           0      ▁      –      –   0%   –",
+    ]
+    event = next(i for i, line in enumerate(lines) if " ago  death " in line)
+    told = " ".join(line[31:].strip() for line in lines[event : event + 3])
+    assert told.startswith(
+        "epoch 1 died with 1 request in flight: its worker process was killed by the kernel's out-of-memory killer"
+    )
+    assert told.endswith("…")
+
+
+def test_many_long_causes_leave_room_for_the_ranks_that_serve() -> None:
+    lines = draw(dead_board(12, 12), height=24)
+    dead = [line for line in lines if " dead " in line[:16]]
+    assert 5 < len(dead) < 12
+    assert all(line.rstrip().endswith("… stays dead") for line in dead[2:])
+    lines = draw(dead_board(12, 12), width=80, height=None)
+    assert sum("room for it now" in line for line in lines) == 12
+
+
+def test_the_page_of_events_scrolls_by_events_to_the_oldest_however_many_lines_each_has() -> None:
+    events = tuple(
+        Event(seq=i, age_s=100 - i, kind="death", rank=0, text=f"number {i}: {OOM}"[: 30 + 9 * i]) for i in range(20)
+    )
+    board = make_board(make_status(events=events))
+    seen = set()
+    for scroll in (*range(20), 10**6):
+        lines = draw(board, height=24, page="events", scroll=scroll)
+        assert len(lines) == 24
+        rule = next(i for i, line in enumerate(lines) if line.startswith("── events"))
+        shown = [int(line.split("number ")[1].partition(":")[0]) for line in lines[rule:] if "number " in line]
+        hidden = sum(int(word) for word in lines[rule].split() if word.isdigit())
+        assert hidden + len(shown) == 20, scroll
+        seen |= set(shown)
+    assert 0 in shown
+    assert seen == set(range(20))
 
 
 def test_columns_do_not_move_when_numbers_change() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.cells import cell_len
 
 from gateway.dashboard import words
 from gateway.dashboard.words import ASCII, UNICODE
@@ -62,3 +63,17 @@ def test_a_clipped_text_says_so_and_wide_characters_count_twice() -> None:
     assert words.clip("模型模型", 5, UNICODE) == "模型…"
     assert words.clip("abc", 3, UNICODE) == "abc"
     assert words.clip("abc", 0, UNICODE) == ""
+
+
+@given(st.text(alphabet="ab 模", max_size=60), st.integers(2, 30))
+def test_wrapped_lines_fit_and_lose_nothing_but_blanks_between_them(text: str, width: int) -> None:
+    lines = words.wrapped(text, width, 100, UNICODE)
+    assert max(map(cell_len, lines)) <= width
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
+
+
+def test_text_is_broken_at_blanks_and_cut_off_when_there_are_too_many_lines() -> None:
+    assert words.wrapped("one two three four", 9, 3, UNICODE) == ["one two", "three", "four"]
+    assert words.wrapped("one two three four", 9, 2, UNICODE) == ["one two", "three fo…"]
+    assert words.wrapped("1234567 x/y/z/long", 9, 9, UNICODE) == ["1234567", "x/y/z/lon", "g"]
+    assert words.wrapped("", 9, 3, UNICODE) == [""]
