@@ -21,6 +21,9 @@ from gateway.stat_loggers import StatLogger
 from gateway.status import FrontEndStatus, RankStatus, StatusSnapshot, Totals
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
+CLIENT_LEFT = 499  # as in nginx's logs: before its answer was complete
+USUAL_CODES = (200, 400, CLIENT_LEFT, 500, 503)  # shown from the start: a rate needs a first value
+HTTP = "http"  # beside the ranks in `PlainHistograms`
 SERVING_STATES = frozenset({"ready", "suspect"})
 RANK_STATES = ("starting", "ready", "suspect", "stalled", "draining", "paused", "sleeping", "dead", "restarting")
 
@@ -94,6 +97,7 @@ class RequestMetrics(StatLogger):
 
     def __init__(self) -> None:
         self.by_rank: defaultdict[int | None, RankHistograms] = defaultdict(RankHistograms)  # None: no rank had it
+        self.answers: Counter[int] = Counter()  # of inference requests, by HTTP status
 
     def on_tokens(self, times: TokenTimes) -> None:
         """Called once per slice of outputs; all that is done per token is here."""
@@ -119,13 +123,17 @@ class RequestMetrics(StatLogger):
 
     def to_plain(self) -> PlainHistograms:
         """For another process to add to its own."""
-        return {"" if rank is None else str(rank): histograms.to_plain() for rank, histograms in self.by_rank.items()}
+        plain = {"" if rank is None else str(rank): histograms.to_plain() for rank, histograms in self.by_rank.items()}
+        return plain | {HTTP: {str(code): [float(count)] for code, count in self.answers.items()}}
 
     def plus(self, plains: Iterable[PlainHistograms]) -> RequestMetrics:
         """These and what other processes have counted."""
         total = RequestMetrics()
         for plain in (self.to_plain(), *plains):
             for rank, by_name in plain.items():
+                if rank == HTTP:
+                    total.answers.update({int(code): int(count) for code, (count,) in by_name.items()})
+                    continue
                 total.by_rank[int(rank) if rank else None].add_plain(by_name)
         return total
 
@@ -225,6 +233,7 @@ class _Scrape(Collector):
         yield self._rank_states()
         yield from self._rows(_FRONT_END_ROWS, "front_end", [(str(f.index), f) for f in snapshot.front_ends])
         yield from self._rows(_TOTAL_ROWS, None, [("", snapshot.totals)])
+        yield self._answers()
         if snapshot.max_loras:
             yield self._loras()
         yield from self._histograms()
@@ -244,6 +253,16 @@ class _Scrape(Collector):
             for state in RANK_STATES:
                 states.add_metric([str(rank.rank), self._snapshot.model, state], float(rank.state == state))
         return states
+
+    def _answers(self) -> Metric:
+        """What clients saw: also requests that failed before an engine heard of them, and those whose client left."""
+        family = CounterMetricFamily(
+            f"{self._prefix}http_answers", "Inference requests over HTTP, by status.", labels=["model_name", "code"]
+        )
+        answers = dict.fromkeys(USUAL_CODES, 0) | self._requests.answers
+        for code, count in sorted(answers.items()):
+            family.add_metric([self._snapshot.model, str(code)], count)
+        return family
 
     def _loras(self) -> Metric:
         """vLLM's: names in labels, and the time as value. Routers that look for an adapter read it."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import ssl
 
-from aiohttp import web
+from aiohttp import ClientConnectionResetError, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from gateway.config import ConfigError, ServerConfig
+from gateway.metrics import CLIENT_LEFT
 from gateway.server.edge import add_headers, caller_trace_headers, edge
 from gateway.server.routes import (
     admin,
@@ -25,7 +27,7 @@ from gateway.server.routes import (
     responses,
     tokenization,
 )
-from gateway.server.state import STATE, TRACE_HEADERS, ServerState
+from gateway.server.state import HAS_LEFT, STATE, TRACE_HEADERS, ServerState
 
 BACKLOG = 2048
 STOP_TIMEOUT_S = 5.0  # what a reader that is slow with its last answer has
@@ -36,7 +38,7 @@ INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/res
 def create_app(state: ServerState) -> web.Application:
     """The handlers find `state` in the application; `state.engine` may still be None."""
     tracing = [trace] if state.config.observability.otlp_traces_endpoint else []
-    app = web.Application(middlewares=[*tracing, edge, count_in_flight], client_max_size=state.max_body_bytes)
+    app = web.Application(middlewares=[count_answers, *tracing, edge, count_in_flight], client_max_size=state.max_body_bytes)
     app[STATE] = state
     for module in (admin, chat, completions, embeddings, lora, models, observation, requests, responses, tokenization):
         app.add_routes(module.routes)
@@ -44,6 +46,20 @@ def create_app(state: ServerState) -> web.Application:
         app.add_routes(development.routes)
     app.on_response_prepare.append(add_headers)
     return app
+
+
+@web.middleware
+async def count_answers(request: web.Request, handler: Handler) -> web.StreamResponse:
+    if request.path not in INFERENCE_PATHS:
+        return await handler(request)
+    answers = request.app[STATE].metrics.answers
+    try:
+        response = await handler(request)
+    except (asyncio.CancelledError, ClientConnectionResetError):
+        answers[CLIENT_LEFT] += 1  # or it was still reading its last answer when the time to stop was over
+        raise
+    answers[CLIENT_LEFT if request.get(HAS_LEFT) else response.status] += 1
+    return response
 
 
 @web.middleware

@@ -15,7 +15,7 @@ from gateway.outputs import RequestOutput
 from gateway.server.answers import Answer, ApiShape, whole_answer
 from gateway.server.failure import Failure, to_failure
 from gateway.server.sse import make_encoder
-from gateway.server.state import REQUEST_ID, STATE
+from gateway.server.state import HAS_LEFT, REQUEST_ID, STATE
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,7 @@ async def write_stream(
             _close_when_idle(request)
         await response.write_eof(end)
     except ClientConnectionResetError:
+        request[HAS_LEFT] = True
         logger.debug("request %s: the client is gone", request[REQUEST_ID])
     return response
 

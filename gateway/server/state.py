@@ -127,4 +127,5 @@ class ServerState:
 
 STATE: web.AppKey[ServerState] = web.AppKey("state", ServerState)
 REQUEST_ID = web.RequestKey("request_id", str)
+HAS_LEFT = web.RequestKey("has_left", bool)  # the client, while its answer was written
 TRACE_HEADERS = web.RequestKey("trace_headers", dict[str, str])  # of the span that the request's are part of

@@ -64,6 +64,16 @@ def test_totals_and_front_ends_are_exported() -> None:
     assert found["gateway:front_end_event_loop_lag_seconds", "0"] == 0.0015
 
 
+def test_answers_of_all_front_ends_are_one_series_by_status_with_zeros_from_the_start() -> None:
+    metrics = RequestMetrics()
+    metrics.answers.update({200: 3, 404: 1})
+    other = RequestMetrics()
+    other.answers.update({200: 2})
+    found = samples(metrics.plus([other.to_plain()]), make_snapshot())
+    answers = {code: count for (name, code), count in found.items() if name == "gateway:http_answers_total"}
+    assert answers == {"200": 5, "400": 0, "404": 1, "499": 0, "500": 0, "503": 0}
+
+
 def make_finished(**fields: Any) -> FinishedRequest:
     usual: dict[str, Any] = {
         "external_id": "id", "internal_id": "id-1", "finish_reason": "stop", "rank": 0, "arrival_s": 10.0,

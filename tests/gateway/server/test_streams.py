@@ -315,3 +315,35 @@ async def test_a_client_that_resets_before_its_streams_head_leaves_no_traceback(
     await asyncio.wait_for(request.ended.wait(), DEADLINE_S)
     await served.server.stop(1.0)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert served.state.metrics.answers == {499: 1}
+
+
+@pytest.mark.parametrize("stage", ["before the head", "in the stream", "after the end"])
+async def test_a_client_that_leaves_is_counted_once_and_only_if_its_answer_was_not_complete(serve: Any, stage: str) -> None:
+    served = await serve(waits)
+    answers = served.state.metrics.answers
+    reader, writer = await served.raw(raw_chat(stream=True))
+    request = await served.engine.next_request()
+    if stage != "before the head":
+        request.put("Hel")
+        await reader.readuntil(b'"Hel"')
+    if stage == "after the end":
+        request.put("lo", finish_reason="stop")
+        await reader.readuntil(b"\r\n0\r\n\r\n")
+    writer.close()
+    await asyncio.wait_for(request.ended.wait(), DEADLINE_S)
+    await served.server.stop(1.0)  # all handlers have ended
+    assert answers == {200 if stage == "after the end" else 499: 1}
+
+
+async def test_answers_are_counted_by_status_also_those_that_no_engine_heard_of_and_those_of_probes_are_not(serve: Any) -> None:
+    served = await serve()
+    for body in ({}, {"messages": []}, chat(model="unknown")):
+        await served.post(CHAT, body)
+    await served.get("/health")
+    await served.get("/nowhere")
+    served.engine.overload = OverloadedError("full")
+    await served.post(CHAT, chat())
+    served.engine.overload = None
+    await served.post(CHAT, chat())
+    assert served.state.metrics.answers == {200: 1, 400: 2, 404: 1, 503: 1}
