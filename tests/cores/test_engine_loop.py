@@ -99,12 +99,15 @@ def test_a_drain_lets_requests_finish_and_refuses_new_ones() -> None:
     assert ends(rig.run()) == {1: (FinishReason.LENGTH, 10), 2: (FinishReason.ABORT, 0)}
 
 
-def test_what_is_not_done_at_the_deadline_is_aborted_with_a_final_output() -> None:
+def test_what_is_not_done_at_the_deadline_is_aborted_with_a_final_output_for_each_front_end() -> None:
     rig = Rig()
     rig.add(1, max_tokens=3)
     rig.add(2, max_tokens=400)
+    rig.add(2, max_tokens=400, client=1)
     rig.inbox.put(Shutdown(0.05))
-    assert ends(rig.run()) == {1: (FinishReason.LENGTH, 3), 2: (FinishReason.ABORT, 5)}
+    messages = rig.run()
+    assert ends(messages) == {1: (FinishReason.LENGTH, 3), 2: (FinishReason.ABORT, 5)}
+    assert ends(messages, client=1) == {2: (FinishReason.ABORT, 5)}
 
 
 def test_a_second_shutdown_can_only_shorten_the_drain() -> None:

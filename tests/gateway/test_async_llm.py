@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import tempfile
 from array import array
@@ -252,6 +253,31 @@ async def test_a_burst_above_the_limit_is_refused_before_its_prompts_are_tokeniz
         await stage.llm.abort(request_id)
     await asyncio.gather(readers[0], readers[4])
     assert stage.llm.status().totals.rejected == 2
+
+
+async def test_children_keep_what_came_with_their_request(set_stage: SetStage) -> None:
+    stage = await set_stage(1)
+    reader = stage.read(n=3, session_id="s", priority=-4, cache_salt="salt")
+    children = [(await stage.add_of(0)).request for _ in range(3)]
+    assert {(c.session_id, c.priority, c.cache_salt, c.sampling_params.n) for c in children} == {("s", -4, "salt", 1)}
+    assert len({c.handle for c in children}) == len({c.sampling_params.seed for c in children}) == 3
+    await stage.llm.abort("mine")
+    await finish(reader)
+
+
+async def test_only_prompts_that_are_still_to_be_computed_count_for_the_token_limit(set_stage: SetStage) -> None:
+    stage = await set_stage(1, admission=AdmissionConfig(max_num_queued_tokens=4))
+    first = stage.read(request_id="first")
+    sent = await stage.add_of(0)
+    with pytest.raises(OverloadedError, match="3 prompt tokens of at most 4 are queued, 3 more came"):
+        await finish(stage.read(request_id="refused"))
+    # Its prompt is computed: from now on it decodes, however long.
+    stage.deliver(dataclasses.replace(tokens_of(ZERO, 1, sent.request.handle), command_seq=sent.seq))
+    second = stage.read(request_id="second")
+    await stage.add_of(0)
+    for request_id, reader in (("first", first), ("second", second)):
+        await stage.llm.abort(request_id)
+        await finish(reader)
 
 
 # --- abort ------------------------------------------------------------------------------------------------------------
