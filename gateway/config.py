@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cores.config import ConfigError, EngineConfig, check_fields, opt, parse_lora_modules
-from gateway.parsers.choice import marker_tokens
+from gateway.parsers.choice import TOOL_CALL_PARSERS, marker_tokens
 from gateway.parsers.reasoning import REASONING_PARSERS
-from gateway.parsers.tool_calls import TOOL_CALL_PARSERS
 
 __all__ = [
     "AdmissionConfig", "BalancerConfig", "ConfigError", "EngineConfig", "FaultConfig", "GatewayConfig",

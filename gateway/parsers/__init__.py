@@ -7,5 +7,5 @@ Rules
 * Text without markers comes out as it is. White space beside a marker belongs to the marker.
 * What was to be a call and is none comes out as content, its markers included.
 
-`choice.ChoiceParser` joins the two stages: `reasoning.ReasoningParser`, and behind it one of `tool_calls`.
+`choice.ChoiceParser` joins the two stages: `reasoning.ReasoningParser`, and behind it one of `tool_calls` or `tagged_calls`.
 """

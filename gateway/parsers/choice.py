@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from gateway.parsers import tagged_calls
 from gateway.parsers.reasoning import END, START, ReasoningParser
-from gateway.parsers.tool_calls import TOOL_CALL_PARSERS, CallDelta, CallsAndContent
+from gateway.parsers.tagged_calls import TaggedCallParser
+from gateway.parsers.tool_calls import FORMATS, CallDelta, CallsAndContent, ToolCallParser
+
+TOOL_CALL_PARSERS = (*FORMATS, "qwen3_coder")
 
 
 class CallStage(Protocol):
@@ -74,10 +79,17 @@ def parse_whole(parser: ChoiceParser, text: str) -> ChoiceDelta:
     return ChoiceDelta() + parser.push(text) + parser.finish()
 
 
+def call_stage(parser: str, functions: Mapping[str, dict[str, Any]]) -> CallStage:
+    """`functions` has the schema of each one's arguments."""
+    return ToolCallParser(FORMATS[parser]) if parser in FORMATS else TaggedCallParser(functions)
+
+
 def marker_tokens(tool_call_parser: str | None, reasoning_parser: str | None) -> tuple[str, ...]:
     """What a tokenizer must not leave out, even where it calls it special."""
     markers = [START, END] if reasoning_parser else []
-    if tool_call_parser:
-        form = TOOL_CALL_PARSERS[tool_call_parser]
-        markers += [form.start, form.end]
+    if tool_call_parser in FORMATS:
+        form = FORMATS[tool_call_parser]
+        markers += [form.start, form.end, *("[ARGS]", "[CALL_ID]") * form.takes_names]
+    elif tool_call_parser:
+        markers += [tagged_calls.START, tagged_calls.END]
     return tuple(markers)

@@ -1,8 +1,9 @@
-"""Which parts of a text are tool calls.
+"""Which parts of a text are tool calls, where calls are JSON.
 
 A call is a JSON object with a name and arguments. As soon as its beginning says both, the call begins, and its arguments come
 out as the model writes them; what is wrong with them from there on is the client's to see. An object that is written in another
-order comes out once it is complete, or as content if it is no call.
+order comes out once it is complete, or as content if it is no call. Mistral's newer models write the name in front of the
+arguments instead.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ _HEAD = re.compile(
     r'\{\s{0,64}"name"\s{0,64}:\s{0,64}"([^"\\]{1,256})"\s{0,64},\s{0,64}"(?:arguments|parameters)"\s{0,64}:\s{0,64}(?=\{)'
 )
 ARGUMENTS = ("arguments", "parameters")
+# What stands between a marker and the arguments, where that is the name alone. Models may add an id, which nobody needs.
+_NAMED = re.compile(r"\s*([\w.-]{1,256})\s*(?:\[CALL_ID\]\s*\w{1,64}\s*)?(?:\[ARGS\]\s*)?", re.ASCII)
+_MAYBE_NAMED = re.compile(r"[\s\w.\[\]-]{1,512}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +35,13 @@ class ToolCallFormat:
     end: str = ""  # behind them
     between: str = ""  # characters in front of a call, beside white space
     is_bare: bool = False  # an answer may be a call from its beginning, without the marker
+    takes_names: bool = False  # behind `start` may stand a name, and arguments alone: one call for each `start`
 
 
-TOOL_CALL_PARSERS = {
+FORMATS = {
     "hermes": ToolCallFormat("<tool_call>", "</tool_call>"),
     "llama3_json": ToolCallFormat("<|python_tag|>", between=";", is_bare=True),
-    "mistral": ToolCallFormat("[TOOL_CALLS]", "]", between="[,"),
+    "mistral": ToolCallFormat("[TOOL_CALLS]", "]", between="[,", takes_names=True),
 }
 # What a grammar holds an answer to where a call is required: no model needs to know it.
 REQUIRED = ToolCallFormat("", "]", between="[,", is_bare=True)
@@ -72,6 +77,7 @@ class CallsAndContent:
 
 class _At(Enum):
     CONTENT = "content"
+    NAME = "name"  # of a call that is a name and arguments
     CALLS = "calls"  # behind a marker or a call: where the next call may be
     OBJECT = "object"  # in a call whose name is not known yet
     ARGUMENTS = "arguments"
@@ -88,6 +94,7 @@ class ToolCallParser:
         self._opening: str | None = "" if form.is_bare else None  # since the marker, as long as no call came of it
         self._is_behind_call = False  # and has seen nothing but white space since
         self._num_calls = 0
+        self._is_named = False  # the call that is open: it ends with its arguments
         self._scanner = JsonScanner()
         self._num_scanned = 0
 
@@ -95,7 +102,7 @@ class ToolCallParser:
         self._held += text
         out = CallsAndContent()
         step = {
-            _At.CONTENT: self._in_content, _At.CALLS: self._in_calls, _At.OBJECT: self._in_object,
+            _At.CONTENT: self._in_content, _At.CALLS: self._in_calls, _At.NAME: self._in_name, _At.OBJECT: self._in_object,
             _At.ARGUMENTS: self._in_arguments, _At.REST: self._in_rest,
         }  # fmt: skip
         while self._held and step[self._at](out):
@@ -129,7 +136,9 @@ class ToolCallParser:
         text, end = self._held.lstrip(WHITE_SPACE + self._form.between), self._form.end
         if not text or (end != text and end.startswith(text)):
             return False
-        if text.startswith("{"):
+        if self._form.takes_names and self._opening is not None and self._held.lstrip(WHITE_SPACE)[0] not in "[{":
+            self._at = _At.NAME
+        elif text.startswith("{"):
             if self._opening is not None:
                 self._opening += self._held[: len(self._held) - len(text)]
             self._at, self._held, self._scanner, self._num_scanned = _At.OBJECT, text, JsonScanner(), 0
@@ -139,10 +148,22 @@ class ToolCallParser:
             self._at, self._is_behind_call, self._held = _At.CONTENT, True, text.removeprefix(end)
         return True
 
+    def _in_name(self, out: CallsAndContent) -> bool:
+        head, brace, _ = self._held.partition("{")
+        if not brace and _MAYBE_NAMED.fullmatch(head):
+            return False
+        named = _NAMED.fullmatch(head)
+        if not brace or named is None:
+            self._give_up(out, 0)
+            return True
+        self._begin_call(out, named[1])
+        self._at, self._held, self._scanner, self._is_named = _At.ARGUMENTS, self._held[len(head) :], JsonScanner(), True
+        return True
+
     def _in_object(self, out: CallsAndContent) -> bool:
         if head := _HEAD.match(self._held):
             self._begin_call(out, head[1])
-            self._at, self._held, self._scanner = _At.ARGUMENTS, self._held[head.end() :], JsonScanner(1)
+            self._at, self._held, self._scanner, self._is_named = _At.ARGUMENTS, self._held[head.end() :], JsonScanner(1), False
             return True
         found, at = self._scanner.scan(self._held, self._num_scanned, 0)
         self._num_scanned = at
@@ -157,13 +178,17 @@ class ToolCallParser:
         return True
 
     def _in_arguments(self, out: CallsAndContent) -> bool:
-        found, at = self._scanner.scan(self._held, 0, 1)
+        found, at = self._scanner.scan(self._held, 0, 0 if self._is_named else 1)
         if at:
             out.add(CallDelta(self._num_calls - 1, None, self._held[:at]))
         self._held = self._held[at:]
-        if found is not Found.NOTHING:
+        if found is Found.NOTHING:
+            return False
+        if self._is_named:
+            self._at, self._is_behind_call = _At.CONTENT, True
+        else:
             self._at = _At.REST if found is Found.END else _At.CALLS
-        return found is not Found.NOTHING
+        return True
 
     def _in_rest(self, out: CallsAndContent) -> bool:
         found, at = self._scanner.scan(self._held, 0, 0)

@@ -10,9 +10,9 @@ from typing import Any
 
 from cores.sampling_params import Reasoning, StructuredOutputs
 from gateway.errors import InvalidRequestError
-from gateway.parsers.choice import CallStage, ChoiceParser
+from gateway.parsers.choice import TOOL_CALL_PARSERS, CallStage, ChoiceParser, call_stage
 from gateway.parsers.reasoning import ReasoningParser
-from gateway.parsers.tool_calls import REQUIRED, TOOL_CALL_PARSERS, NamedCallParser, ToolCallParser
+from gateway.parsers.tool_calls import REQUIRED, NamedCallParser, ToolCallParser
 from gateway.server.chat_message import AnswerForm
 from gateway.server.schema import ChatCompletionRequest
 from gateway.server.structured import json_outputs
@@ -91,7 +91,7 @@ def _call_stage(request: ChatCompletionRequest, parser: str | None, has_grammar:
     if request.tool_choice == "required":
         return partial(ToolCallParser, REQUIRED)
     # A grammar that the request brought itself is about content.
-    return None if has_grammar or parser is None else partial(ToolCallParser, TOOL_CALL_PARSERS[parser])
+    return None if has_grammar or parser is None else partial(call_stage, parser, _functions(request))
 
 
 def _named(request: ChatCompletionRequest) -> str | None:

@@ -9,17 +9,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cores.sampling_params import Reasoning
-from gateway.parsers.choice import ChoiceDelta, ChoiceParser, marker_tokens, parse_whole
+from gateway.parsers.choice import (
+    TOOL_CALL_PARSERS,
+    CallStage,
+    ChoiceDelta,
+    ChoiceParser,
+    call_stage,
+    marker_tokens,
+    parse_whole,
+)
 from gateway.parsers.reasoning import END, REASONING_PARSERS, START, ReasoningParser, expected_reasoning
-from gateway.parsers.tool_calls import REQUIRED, TOOL_CALL_PARSERS, NamedCallParser, ToolCallParser
+from gateway.parsers.tool_calls import REQUIRED, CallDelta, NamedCallParser, ToolCallParser
 
-FORMS = {**TOOL_CALL_PARSERS, "required": REQUIRED}
+ALL_CALLS = (*TOOL_CALL_PARSERS, "required")
+FUNCTIONS = {"f": {"properties": {"x": {"type": "object"}, "y": {"type": ["integer", "null"]}}}}
 HERMES_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich \\"x\\" {", "days": [1, 2]}}\n</tool_call>'
 WEATHER = ("weather", {"city": 'Zürich "x" {', "days": [1, 2]})
 
 
+def stage(name: str) -> CallStage:
+    return ToolCallParser(REQUIRED) if name == "required" else call_stage(name, FUNCTIONS)
+
+
 def calls_parser(name: str) -> ChoiceParser:
-    return ChoiceParser(None, ToolCallParser(FORMS[name]))
+    return ChoiceParser(None, stage(name))
 
 
 def reasoning_parser(name: str, prompt: str = "", **options: bool) -> ReasoningParser | None:
@@ -57,6 +70,12 @@ def parsed(parser: ChoiceParser, text: str) -> tuple[str, str, list[tuple[str | 
          [("f", {"a": []}), ("g", {})]),
         ("mistral", 'Well [1]\n[TOOL_CALLS] [{"name": "f", "arguments": {}}] and [2]', "Well [1]and [2]", [("f", {})]),
         ("mistral", "a [TOOL] b [", "a [TOOL] b [", []),
+        ("mistral", '[TOOL_CALLS]f{"a": "[TOOL_CALLS]}"}[TOOL_CALLS]g.h-1{}', "",
+         [("f", {"a": "[TOOL_CALLS]}"}), ("g.h-1", {})]),
+        ("mistral", 'Well.\n[TOOL_CALLS]f[ARGS]{"a": 1} \n[TOOL_CALLS] g [ARGS] {} Done.', "Well.Done.",
+         [("f", {"a": 1}), ("g", {})]),
+        ("mistral", '[TOOL_CALLS]f[CALL_ID]aB3456789[ARGS]{}[TOOL_CALLS][{"name": "g", "arguments": {}}]', "",
+         [("f", {}), ("g", {})]),
         ("required", '[{"name": "f", "parameters": {"a": 1}}, \n{"name": "g", "parameters": {}}]\n', "",
          [("f", {"a": 1}), ("g", {})]),
     ],
@@ -86,6 +105,24 @@ def test_what_is_no_call_is_content_as_it_was_written(text: str) -> None:
     assert parsed(calls_parser("hermes"), text) == ("", text, [])
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[TOOL_CALLS]f(1)", "[TOOL_CALLS]f", "[TOOL_CALLS] f g {}", "[TOOL_CALLS]f[ARG]{}", "[TOOL_CALLS]é{}",
+        "[TOOL_CALLS], {}", "[TOOL_CALLS]" + "f" * 600, "[TOOL_CALLS] are \n calls", "[TOOL_CALLS]",
+    ],
+)  # fmt: skip
+def test_what_is_no_call_of_mistral_s_is_content(text: str) -> None:
+    assert parsed(calls_parser("mistral"), text) == ("", text, [])
+
+
+def test_a_named_call_of_mistral_s_comes_as_it_is_written() -> None:
+    parser = calls_parser("mistral")
+    assert not parser.push("[TOOL_CALLS]weather[ARGS]")
+    assert parser.push('{"ci').calls == [CallDelta(0, "weather"), CallDelta(0, None, '{"ci')]
+    assert parser.push('ty": 1}').calls == [CallDelta(0, None, 'ty": 1}')]
+
+
 def test_a_call_begins_with_its_name_and_its_arguments_come_as_they_are_written() -> None:
     parser = calls_parser("hermes")
     assert not parser.push('<tool_call>{"name": "f", "arguments": ')
@@ -103,13 +140,13 @@ def test_a_call_that_is_cut_off_keeps_what_it_has() -> None:
 
 
 def test_only_what_may_be_a_marker_is_held_back() -> None:
-    parser = ChoiceParser(reasoning_parser("qwen3"), ToolCallParser(FORMS["hermes"]))
+    parser = ChoiceParser(reasoning_parser("qwen3"), stage("hermes"))
     shown = [parser.push(piece).content for piece in ("a", " <", "b", "<tool_ca", "ke>", "!")]
     assert shown == ["a", "", " <b", "", "<tool_cake>", "!"]
 
 
 def test_more_calls_than_allowed_are_dropped() -> None:
-    parser = ChoiceParser(None, ToolCallParser(FORMS["hermes"]), max_calls=1)
+    parser = ChoiceParser(None, stage("hermes"), max_calls=1)
     assert parsed(parser, HERMES_CALL + HERMES_CALL) == ("", "", [WEATHER])
 
 
@@ -144,30 +181,35 @@ def test_a_continued_message_goes_on_with_what_it_was_in_the_middle_of() -> None
 
 
 def test_a_call_inside_reasoning_is_reasoning_and_one_behind_it_a_call() -> None:
-    parser = ChoiceParser(ReasoningParser(Reasoning(START, END, is_open=True)), ToolCallParser(FORMS["hermes"]))
+    parser = ChoiceParser(ReasoningParser(Reasoning(START, END, is_open=True)), stage("hermes"))
     assert parsed(parser, "<tool_call>?</think>\n" + HERMES_CALL) == ("<tool_call>?", "", [WEATHER])
 
 
 def test_the_tokens_that_parsers_need_are_named() -> None:
     assert marker_tokens(None, None) == ()
-    assert marker_tokens("mistral", None)[0] == "[TOOL_CALLS]"
+    assert set(marker_tokens("mistral", None)) >= {"[TOOL_CALLS]", "[ARGS]"}
+    assert marker_tokens("qwen3_coder", None) == ("<tool_call>", "</tool_call>")
     assert set(marker_tokens("hermes", "qwen3")) == {"<think>", "</think>", "<tool_call>", "</tool_call>"}
 
 
 PARTS = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[", "]", ",", ";", "{", "}", '"',
     "\\", " ", "\n", "a", "é", "<", "<t", '{"name": "f", "arguments": ', '{"name": "g", "parameters": {"x": "}"}}',
-    '{"a": [1]}', '{"arguments": {"b": "\\""}, "name": "h"}',
+    '{"a": [1]}', '{"arguments": {"b": "\\""}, "name": "h"}', "f{", "[ARGS]",
 ]  # fmt: skip
-TEXTS = st.lists(st.sampled_from(PARTS), max_size=14).map("".join)
+TAGS = [
+    "<tool_call>", "</tool_call>", "<function=", "<function=f>", "</function>", "<parameter=", "<parameter=x>", "<parameter=y>",
+    "<parameter=z>", "</parameter>", "<parameter=y>3</parameter>", "y>", "a", "é", "\n", " ", "<", '"', "{}", "null",
+]  # fmt: skip
+TEXTS = st.sampled_from([PARTS, TAGS]).flatmap(lambda parts: st.lists(st.sampled_from(parts), max_size=14)).map("".join)
 
 
-@given(text=TEXTS, cuts=st.lists(st.integers(1, 9), max_size=200), form=st.sampled_from(sorted(FORMS)), data=st.data())
+@given(text=TEXTS, cuts=st.lists(st.integers(1, 9), max_size=200), form=st.sampled_from(ALL_CALLS), data=st.data())
 def test_any_split_of_a_text_joins_to_the_same(text: str, cuts: list[int], form: str, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([None, *REASONING_PARSERS]))
 
     def new() -> ChoiceParser:
-        return ChoiceParser(None if name is None else reasoning_parser(name), ToolCallParser(FORMS[form]))
+        return ChoiceParser(None if name is None else reasoning_parser(name), stage(form))
 
     parser, joined, rest = new(), ChoiceDelta(), text
     for cut in [*cuts, len(text)]:
@@ -179,9 +221,9 @@ def test_any_split_of_a_text_joins_to_the_same(text: str, cuts: list[int], form:
     assert len(letters) <= sum(text.count(char) for char in "aé")
 
 
-@given(text=st.text(alphabet=st.characters(exclude_characters="<[{")), name=st.sampled_from(sorted(TOOL_CALL_PARSERS)))
+@given(text=st.text(alphabet=st.characters(exclude_characters="<[{")), name=st.sampled_from(TOOL_CALL_PARSERS))
 def test_text_without_markers_passes_unchanged(text: str, name: str) -> None:
-    parser = ChoiceParser(reasoning_parser("qwen3"), ToolCallParser(TOOL_CALL_PARSERS[name]))
+    parser = ChoiceParser(reasoning_parser("qwen3"), stage(name))
     joined = ChoiceDelta()
     for char in text:
         joined += parser.push(char)

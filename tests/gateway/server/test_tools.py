@@ -207,6 +207,16 @@ async def test_ids_of_calls_are_as_mistrals_template_wants_them(serve: Any) -> N
     assert len(whole.choices[0].message.tool_calls[0].id) == 9
 
 
+async def test_a_call_in_tags_has_arguments_as_the_tool_s_schema_says(serve: Any) -> None:
+    text = "I look.\n<tool_call>\n<function=weather>\n<parameter=city>\n12\n</parameter>\n</function>\n</tool_call>"
+    served = await serve(by_letter(text), tool_call_parser="qwen3_coder")
+    async with client_of(served) as client:
+        (said,) = await streamed(client, tools=[WEATHER])
+    assert said == {
+        "content": "I look.", "reasoning": "", "calls": [["weather", '{"city": "12"}']], "reason": "tool_calls",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("tool_choice", ["required", NAMED])
 async def test_the_grammar_of_a_forced_call_compiles(tmp_path: Path, tool_choice: Any) -> None:
     body = {"messages": QUESTION, "tools": [TIME, WEATHER], "tool_choice": tool_choice, "parallel_tool_calls": False}
@@ -236,7 +246,7 @@ def test_a_schema_of_any_depth_is_refused_in_words() -> None:
 @pytest.mark.parametrize(
     ("field", "flag", "allowed"),
     [
-        ("tool_call_parser", "--tool-call-parser", "hermes, llama3_json, mistral"),
+        ("tool_call_parser", "--tool-call-parser", "hermes, llama3_json, mistral, qwen3_coder"),
         ("reasoning_parser", "--reasoning-parser", "deepseek_r1, qwen3"),
     ],
 )
