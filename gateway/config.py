@@ -59,6 +59,14 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        # As of `--api-key "$UNSET"`: an empty key would let everybody in, an empty host listen on all addresses.
+        for flag, texts in (
+            ("--host", (self.host,)),
+            ("--api-key", self.api_key),
+            ("--served-model-name", self.served_model_name),
+        ):
+            if not all(text.strip() for text in texts):
+                raise ConfigError(f"{flag} must not be empty")
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together")
         if not re.fullmatch(r"([a-zA-Z_:][a-zA-Z0-9_:]*)?", self.metrics_prefix):

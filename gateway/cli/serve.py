@@ -50,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
 def configuration(given: Mapping[str, Any], environment: Mapping[str, str]) -> GatewayConfig:
     """From parsed flags (by key), the file that they name, and the environment. Raises `ConfigError`."""
     settings = Settings()
-    from_file = settings.from_mapping(_read_yaml(given["config"]), given["config"]) if given.get("config") else {}
+    path = given.get("config")
+    from_file = {} if path is None else settings.from_mapping(_read_yaml(path), path)
     config = settings.build(settings.from_environment(environment), from_file, _from_flags(settings, given))
     if not config.engine.model:
         raise ConfigError("MODEL is missing: give a directory or a name, here or as `model` in the --config file")

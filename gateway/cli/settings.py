@@ -72,6 +72,8 @@ class Setting:
 
     def from_yaml(self, value: Any) -> Any:
         """The value that a file holds, or `ConfigError`."""
+        if value is None and self.default in (None, ()):
+            return self.default
         if self.hint is SimulatedConfig:
             return to_plain(SimulatedConfig.parse(_simulated_words(value)))
         if get_origin(self.hint) is tuple:

@@ -124,6 +124,14 @@ def test_yaml_takes_dashes_underscores_aliases_and_negations(tmp_path: Path) -> 
     assert config.engine.simulated.step_ms == 4.0
 
 
+def test_null_in_a_file_is_none_where_none_is_the_default(tmp_path: Path) -> None:
+    file = write(tmp_path, "uds: null\nmax-model-len:\napi-key: ~\n")
+    config = parse("--config", file, environment={"GATEWAY_API_KEY": "env"})
+    assert (config.server.uds, config.engine.max_model_len, config.server.api_key) == (None, None, ())
+    with pytest.raises(ConfigError, match="port must be a whole number, got None"):
+        parse("--config", write(tmp_path, "port:"))
+
+
 def test_flag_beats_file_and_file_beats_environment(tmp_path: Path) -> None:
     environment = {"GATEWAY_API_KEY": "env", "GATEWAY_ENGINE_READY_TIMEOUT_S": "50", "GATEWAY_OUTPUT_PROC_CHUNK_SIZE": "9"}
     file = write(tmp_path, "api-key: file\nengine-ready-timeout: 40\n")
@@ -239,6 +247,11 @@ def test_missing_config_file_is_named() -> None:
             ),
             "gateway serve: --data-parallel-address 10.0.0.7 is not a loopback address: endpoints then need a shared secret,",
         ),
+        (("serve", "m", "--api-key", ""), "gateway serve: --api-key must not be empty"),
+        (("serve", "m", "--api-key", "a", " "), "gateway serve: --api-key must not be empty"),
+        (("serve", "m", "--served-model-name", ""), "gateway serve: --served-model-name must not be empty"),
+        (("serve", "m", "--host", ""), "gateway serve: --host must not be empty"),
+        (("serve", "m", "--config", ""), "gateway serve: --config : No such file or directory"),
         (("serve", "m", "--lora-modules", "a=b"), "gateway serve: --lora-modules needs --enable-lora"),
         (("serve", "m", "--enable-lora", "--lora-modules", "a"), "gateway serve: --lora-modules takes NAME=PATH, got 'a'"),
         (
