@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import ssl
 
-from aiohttp import ClientConnectionResetError, web
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from gateway.config import ConfigError, ServerConfig
 from gateway.metrics import CLIENT_LEFT
+from gateway.server.connection import Connection, refuse_early
 from gateway.server.edge import add_headers, caller_trace_headers, edge
 from gateway.server.routes import (
     admin,
@@ -31,7 +30,6 @@ from gateway.server.state import HAS_LEFT, STATE, TRACE_HEADERS, ServerState
 
 BACKLOG = 2048
 STOP_TIMEOUT_S = 5.0  # what a reader that is slow with its last answer has
-KEEPALIVE_TIMEOUT_S = 75.0  # of an idle connection, from its first byte on; longer than usual proxies keep theirs
 INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"})
 
 
@@ -93,16 +91,16 @@ async def count_in_flight(request: web.Request, handler: Handler) -> web.StreamR
 class RunningServer:
     """Made by `run_server`."""
 
-    def __init__(self, runner: web.AppRunner, site: web.SockSite) -> None:
+    def __init__(self, runner: web.AppRunner, listener: asyncio.Server) -> None:
         self._runner = runner
-        self._site: web.SockSite | None = site
+        self._listener: asyncio.Server | None = listener
 
     async def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Accepts nothing more, lets handlers go on for `timeout_s`, then cancels them. Idempotent."""
-        if self._site is None:
+        if self._listener is None:
             return
-        site, self._site = self._site, None
-        await site.stop()
+        listener, self._listener = self._listener, None
+        listener.close()
         server = self._runner.server
         assert server is not None
         server.pre_shutdown()
@@ -113,18 +111,17 @@ class RunningServer:
 async def run_server(state: ServerState, sock: socket.socket) -> RunningServer:
     """`sock` is bound (TCP or Unix); it is closed when the server stops. Raises `ConfigError` for unusable TLS files."""
     ssl_context = make_ssl_context(state.config.server)
-    runner = web.AppRunner(
-        create_app(state),
-        # A client that goes away cancels its handler, which closes the generator, which aborts the request in its engine.
-        handler_cancellation=True,
-        access_log=None,
-        logger=_http_logger(),
-        keepalive_timeout=KEEPALIVE_TIMEOUT_S,
-    )
+    # A client that goes away cancels its handler, which closes the generator, which aborts the request in its engine.
+    runner = web.AppRunner(create_app(state), handler_cancellation=True)
     await runner.setup()
-    site = web.SockSite(runner, sock, ssl_context=ssl_context, backlog=BACKLOG)
-    await site.start()
-    return RunningServer(runner, site)
+    server = runner.server
+    assert server is not None
+    server.request_handler = refuse_early(server.request_handler, state.max_body_bytes)
+    # What aiohttp's own site does, but for the class of the connections.
+    listener = await asyncio.get_running_loop().create_server(
+        lambda: Connection(server), sock=sock, ssl=ssl_context, backlog=BACKLOG
+    )
+    return RunningServer(runner, listener)
 
 
 def make_ssl_context(config: ServerConfig) -> ssl.SSLContext | None:
@@ -138,22 +135,3 @@ def make_ssl_context(config: ServerConfig) -> ssl.SSLContext | None:
         files = f"{config.ssl_certfile}, {config.ssl_keyfile}"
         raise ConfigError(f"--ssl-certfile, --ssl-keyfile: cannot use {files}: {error}") from error
     return context
-
-
-def _http_logger() -> logging.Logger:
-    """aiohttp's log of what never becomes a request. Anyone can send garbage to a port: a line each, no traceback."""
-    logger = logging.getLogger("gateway.server.http")
-    if not logger.filters:
-        logger.addFilter(_shorten_bad_requests)
-    return logger
-
-
-def _shorten_bad_requests(record: logging.LogRecord) -> bool:
-    error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, web.RequestPayloadError):
-        return False  # met again behind the 400 that its sender got: `edge` has told of it
-    if isinstance(error, HttpProcessingError):
-        summary = str(error.message).partition("\n")[0]
-        record.msg, record.args, record.exc_info = f"{record.getMessage()}: {summary}", (), None
-        record.levelno, record.levelname = logging.INFO, "INFO"
-    return True

@@ -11,6 +11,7 @@ from aiohttp.typedefs import Handler
 
 from gateway.errors import InvalidRequestError, OverloadedError
 from gateway.server.failure import Failure, to_failure
+from gateway.server.last_answer import LastAnswer
 from gateway.server.orca import FORMAT_HEADER, METRICS_HEADER, known_format
 from gateway.server.state import REQUEST_ID, STATE
 from gateway.version import __version__
@@ -39,15 +40,14 @@ async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Exception as error:
         failure = to_failure(error, f"{request.method} {_path(request)}")
         _log(request, failure, error)
-        return failure.response()
+        return LastAnswer(failure, request.protocol) if failure.leaves_body else failure.response()
     finally:
         busy_connections.discard(request.protocol)
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """A signal and no line of `edge`: the headers of a stream are gone before its handler returns."""
-    # aiohttp refuses an unknown `Expect` by itself: then `edge` has not seen the request.
-    response.headers[REQUEST_ID_HEADER] = request.get(REQUEST_ID) or uuid.uuid4().hex
+    response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
     response.headers["Server"] = SERVER_NAME
     if request.app[STATE].is_leaving:
         # A proxy that keeps the connection would send its next request into the end of it.

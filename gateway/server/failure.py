@@ -36,6 +36,11 @@ class Failure:
     is_bug: bool = False  # ours: the log gets the traceback, the client only the request id
     allow: str | None = None  # methods, with 405
 
+    @property
+    def leaves_body(self) -> bool:
+        """Some of the body was not read, or nobody knows where it ends: the connection is of no more use."""
+        return self.status in (408, 413) or self.code == "invalid_body"
+
     def document(self) -> dict[str, str | None]:
         return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
 

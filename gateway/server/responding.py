@@ -9,7 +9,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Protocol
 
-from aiohttp import ClientConnectionResetError, web
+from aiohttp import ClientConnectionResetError, HttpVersion11, web
 
 from gateway.outputs import RequestOutput
 from gateway.server.answers import Answer, ApiShape, whole_answer
@@ -76,6 +76,8 @@ async def write_stream(
     # Nothing is sent before the first output: until then an error is an ordinary HTTP answer, and then the rank is known.
     first = await anext(outputs)
     response = web.StreamResponse(headers=SSE_HEADERS | _rank_header(first))
+    if request.version < HttpVersion11:
+        response.force_close()  # without chunks only the connection's end is the stream's
     try:
         await response.prepare(request)
         if request.transport is not None:
