@@ -26,11 +26,10 @@ from gateway.server.routes import (
     responses,
     tokenization,
 )
-from gateway.server.state import HAS_LEFT, STATE, TRACE_HEADERS, ServerState
+from gateway.server.state import HAS_LEFT, INFERENCE_PATHS, STATE, TRACE_HEADERS, ServerState
 
 BACKLOG = 2048
 STOP_TIMEOUT_S = 5.0  # what a reader that is slow with its last answer has
-INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"})
 
 
 def create_app(state: ServerState) -> web.Application:
@@ -116,7 +115,7 @@ async def run_server(state: ServerState, sock: socket.socket) -> RunningServer:
     await runner.setup()
     server = runner.server
     assert server is not None
-    server.request_handler = refuse_early(server.request_handler, state.max_body_bytes)
+    server.request_handler = refuse_early(server.request_handler, state)
     # What aiohttp's own site does, but for the class of the connections.
     listener = await asyncio.get_running_loop().create_server(
         lambda: Connection(server), sock=sock, ssl=ssl_context, backlog=BACKLOG

@@ -19,6 +19,7 @@ from gateway.server.content_encoding import ENCODINGS, body_too_large
 from gateway.server.edge import REQUEST_ID_HEADER, SERVER_NAME, is_plain_id, one_line
 from gateway.server.failure import Failure, to_failure
 from gateway.server.last_answer import LastAnswer
+from gateway.server.state import INFERENCE_PATHS, ServerState
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +71,17 @@ class Connection(web.RequestHandler):
             request.content.set_exception(web.RequestPayloadError("its chunks are malformed"))
 
 
-def refuse_early(handle: Handle, max_body_bytes: int) -> Handle:
+def refuse_early(handle: Handle, state: ServerState) -> Handle:
     """In front of aiohttp's application, which says `100 Continue` before any middleware is asked."""
 
     def check(request: web.BaseRequest) -> Awaitable[web.StreamResponse]:
-        error = flaw_of_head(request, max_body_bytes)
-        return handle(request) if error is None else _refused(request, to_failure(error))
+        error = flaw_of_head(request, state.max_body_bytes)
+        if error is None:
+            return handle(request)
+        failure = to_failure(error)
+        if request.path in INFERENCE_PATHS:
+            state.metrics.answers[failure.status] += 1
+        return _refused(request, failure)
 
     return check
 
@@ -87,8 +93,8 @@ def flaw_of_head(request: web.BaseRequest, max_body_bytes: int) -> Exception | N
         return InvalidRequestError(f"HTTP/{version.major}.{version.minor} is not spoken here; HTTP/1.1 is", status=505)
     if request.method == "CONNECT":
         return NotImplementedError("CONNECT: this is no proxy")
-    expectation = headers.get("Expect", "100-continue")
-    if expectation.lower() != "100-continue" and version == HttpVersion11:
+    expectation = headers.get("Expect")
+    if expectation and expectation.lower() != "100-continue" and version == HttpVersion11:
         return InvalidRequestError(f"Expect must be '100-continue', got {expectation!r}", "Expect", status=417)
     encoding = ", ".join(headers.getall("Content-Encoding", ()))
     if encoding and encoding.lower() not in ENCODINGS:
@@ -106,21 +112,21 @@ def malformed(error: HttpProcessingError) -> Failure:
     reason = " ".join(_QUOTED.split(error.message)[0].split()).rstrip(":")
     match error:
         case LineTooLong(args=(_, limit, _)) if limit == MAX_TARGET_BYTES:
-            return _invalid(414, f"the request's target is longer than {MAX_TARGET_BYTES} bytes")
+            return _invalid(414, f"the request's target is longer than {MAX_TARGET_BYTES} bytes", code="target_too_long")
         case LineTooLong():
-            return _invalid(431, f"a header field is larger than {MAX_FIELD_BYTES} bytes")
+            return _invalid(431, f"a header field is larger than {MAX_FIELD_BYTES} bytes", code="headers_too_large")
         case InvalidURLError():
             reason = "Invalid target"
     if reason == "Too many headers received":
-        return _invalid(431, f"there are more than {MAX_FIELDS} header fields")
-    return _invalid(400, f"this is no valid HTTP/1.1 request: {reason}")
+        return _invalid(431, f"there are more than {MAX_FIELDS} header fields", code="headers_too_large")
+    return _invalid(400, f"this is no valid HTTP/1.1 request: {reason}", code="malformed_request")
 
 
 _QUOTED = re.compile(r"""\b(?:bytearray\()?b['"]""")  # how aiohttp's messages show the bytes
 
 
-def _invalid(status: int, message: str) -> Failure:
-    return to_failure(InvalidRequestError(message, status=status, code="malformed_request"))
+def _invalid(status: int, message: str, code: str) -> Failure:
+    return to_failure(InvalidRequestError(message, status=status, code=code))
 
 
 async def _refused(request: web.BaseRequest, failure: Failure) -> web.StreamResponse:
@@ -131,10 +137,8 @@ def _refuse(request: web.BaseRequest, failure: Failure) -> web.StreamResponse:
     request_id = request.headers.get(REQUEST_ID_HEADER, "")
     if not is_plain_id(request_id):
         request_id = uuid.uuid4().hex
-    logger.info(
-        "request %s: refused what %s sent: %d %s", request_id, request.remote, failure.status, one_line(failure.message),
-        extra={"request_id": request_id},
-    )  # fmt: skip
+    told = request_id, request.remote or "a client", failure.status, one_line(failure.message)
+    logger.info("request %s: refused what %s sent: %d %s", *told, extra={"request_id": request_id})
     answer = LastAnswer(failure, request.protocol)
     answer.headers[REQUEST_ID_HEADER] = request_id
     answer.headers["Server"] = SERVER_NAME

@@ -23,6 +23,7 @@ from gateway.status import StatusSnapshot
 from gateway.version import __version__
 
 STARTING_RETRY_AFTER_S = 5.0
+INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"})
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ NUM_REQUESTS = 1000
 CONCURRENCY = 16
 DEADLINE_S = 90.0  # for one answer
 PATIENCE_S = 0.3  # of a client with a broken request, which may be one that the server still waits for
-ALLOWED_5XX = (503,)
+ALLOWED_5XX = (503, 505)  # the latter for a request line whose version got lost
 PATHS = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize",
     "/v1/load_lora_adapter", "/scale_elastic_ep", "/admin/ranks/0/undrain",

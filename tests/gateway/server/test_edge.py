@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 import logging
 from typing import Any
@@ -52,14 +51,6 @@ async def test_a_request_id_that_cannot_be_echoed_is_refused(serve: Any, bad: st
     )
     assert head.startswith(b"HTTP/1.1 400")
     assert json.loads(body)["error"]["param"] == "X-Request-Id"
-
-
-async def test_an_expectation_that_nobody_knows_is_refused_and_not_just_hung_up_on(serve: Any) -> None:
-    served = await serve()
-    request = f"POST {CHAT} HTTP/1.1\r\nHost: t\r\nExpect: wonders\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{{}}"
-    head, _ = await answer_to(served, request.encode())
-    assert head.startswith(b"HTTP/1.1 417")
-    assert b"X-Request-Id: " in head
 
 
 async def test_routing_headers_reach_the_engine(serve: Any) -> None:
@@ -162,51 +153,6 @@ async def test_a_body_that_does_not_come_is_408(serve: Any) -> None:
     assert b'"code":"body_timeout"' in await reader.readuntil(b"}}")
 
 
-async def test_a_body_in_broken_chunks_is_refused(serve: Any) -> None:
-    served = await serve()
-    served.state.body_timeout_s = 0.05  # aiohttp does not tell a handler that waits already: its time must run out
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-    broken = b"zz\r\nhello\r\n"
-    reader, _ = await served.raw(head + broken)
-    assert b" 400 " in await asyncio.wait_for(reader.readuntil(b"\r\n"), DEADLINE_S)
-    reader, writer = await served.raw(head + b"2\r\n{}\r\n")
-    assert (await served.get("/live"))[0] == 200  # a round trip later the handler waits for the rest
-    writer.write(broken)
-    assert b" 408 " in await asyncio.wait_for(reader.readuntil(b"\r\n"), DEADLINE_S)
-    assert served.engine.requests == []
-
-
-async def test_a_compressed_body_is_understood_and_a_broken_one_refused(serve: Any) -> None:
-    served = await serve()
-    headers = {"Content-Encoding": "gzip"}
-    packed = gzip.compress(json.dumps(BODY).encode())
-    async with served.http.post(served.url + CHAT, data=packed, headers=headers) as response:
-        assert response.status == 200
-    async with served.http.post(served.url + CHAT, data=b"no gzip at all", headers=headers) as response:
-        assert response.status == 400
-
-
-@pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"])
-async def test_what_is_not_http_gets_400_and_one_log_line_without_traceback(
-    serve: Any, garbage: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    served = await serve()
-    head, _ = await answer_to(served, garbage)
-    assert head.startswith((b"HTTP/1.0 400", b"HTTP/1.1 400"))
-    assert len(caplog.records) <= 1
-    assert "Traceback" not in caplog.text
-    assert (await served.get("/live"))[0] == 200
-
-
-@pytest.mark.parametrize("header", [b"X-Giant: " + b"a" * 20_000, b"\r\n".join(b"X-%d: a" % i for i in range(1000))])
-async def test_giant_headers_are_refused_and_the_next_request_is_served(serve: Any, header: bytes) -> None:
-    served = await serve()
-    head, _ = await answer_to(served, b"GET /live HTTP/1.1\r\nHost: t\r\n" + header + b"\r\n\r\n")
-    assert head.startswith((b"HTTP/1.0 400", b"HTTP/1.1 400"))
-    assert (await served.get("/live"))[0] == 200
-
-
 async def test_each_kind_of_failure_has_its_status_and_one_log_line(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
     served = await serve()
     for error, expected in [
@@ -257,15 +203,3 @@ async def test_a_path_with_line_breaks_writes_no_lines_of_its_own_into_the_log(
         await served.post(CHAT, {**BODY, "chat_template_kwargs": {"a\nERROR forged": 1}, "continue_final_message": True})
     assert "/a%0aERROR%20forged%1b" in json.loads(body)["error"]["message"]
     assert all(line.isprintable() for line in caplog.messages)
-
-
-async def test_a_broken_compressed_body_is_one_line_in_the_log(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
-    served = await serve()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: t\r\nConnection: close\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\n"
-    with caplog.at_level(logging.INFO):
-        head, body = await answer_to(served, head.encode() + b"nogzi")
-        await served.server.stop(1.0)  # what is behind the answer has been logged, too
-    assert head.startswith(b"HTTP/1.1 400")
-    assert json.loads(body)["error"]["code"] == "invalid_body"
-    assert len(caplog.records) == 1
-    assert caplog.records[0].exc_info is None
