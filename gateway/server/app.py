@@ -6,7 +6,7 @@ import asyncio
 import socket
 import ssl
 
-from aiohttp import web
+from aiohttp import ClientConnectionResetError, web
 from aiohttp.typedefs import Handler
 
 from gateway.config import ConfigError, ServerConfig
