@@ -6,6 +6,7 @@ It only informs. Serving never depends on it, nor on the coordinator.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,8 @@ from cores.curve import GroupKey
 from cores.messages import LOAD_REPORT_INTERVAL_S, GroupLoads
 from gateway.config import ParallelConfig
 from gateway.core_client.coordinator_link import CoordinatorLink, RankRows
+
+logger = logging.getLogger(__name__)
 
 IDLE_REPORT_INTERVAL_S = 1.0
 
@@ -44,6 +47,7 @@ class GroupView:
     def start(self) -> None:
         self._link.start(self._address)
         self._reporter = asyncio.create_task(self._report_for_ever(), name="coordinator-reporter")
+        self._reporter.add_done_callback(_on_reporter_done)
 
     def close(self) -> None:
         if self._reporter is not None:
@@ -75,3 +79,8 @@ class GroupView:
             }
             for rank_id, state, load, url, row_age_s in self._loads.ranks
         )  # fmt: skip
+
+
+def _on_reporter_done(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.critical("the group hears no more of this endpoint; serving goes on", exc_info=error)
