@@ -13,23 +13,19 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import aiohttp
 import psutil
 
-from cores.testing import make_tiny_model_dir
 from scripts.checked_load import Client, Expected, Tally, make_pool, wait_until_idle
+from scripts.checked_server import checked_server, start_clients, verdict
 
-ROOT = Path(__file__).resolve().parent.parent
 NUM_RANKS = 4
 SIZES = (2, 3, 5, 6)  # that it is scaled to
 NUM_PROMPTS = 32
@@ -177,12 +173,9 @@ async def run(url: str, pid: int, seconds: float, seed: int, tally: Tally) -> tu
         chaos = Chaos(url, session, rng, pool, tally)
         before = held(pid, await chaos.status())
         until_s = time.monotonic() + seconds
-        clients = [Client(url, random.Random(rng.random()), pool, tally) for _ in range(NUM_WORKERS)]
-        workers = [asyncio.create_task(client.run(until_s)) for client in clients]
+        clients = start_clients(url, NUM_WORKERS, rng, pool, tally, until_s)
         await chaos.run(until_s)
-        for end in await asyncio.gather(*workers, return_exceptions=True):
-            if isinstance(end, BaseException):
-                tally.faults.append(f"a client failed: {end!r}")
+        await clients.wait()
         await chaos.heal()
         await wait_until_idle(url, tally)
         status = await chaos.status()
@@ -192,40 +185,24 @@ async def run(url: str, pid: int, seconds: float, seed: int, tally: Tally) -> tu
     return chaos.events, status
 
 
+def is_bug(log_line: str) -> bool:
+    return "Traceback" in log_line or " CRITICAL " in log_line
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     tally = Tally()
-    with TemporaryDirectory() as directory:
-        model = make_tiny_model_dir(Path(directory) / "tiny", max_model_len=4096)
-        command = [
-            sys.executable, "-m", "gateway", "serve", str(model), "--engine", "simulated", "--simulated", "step_ms=5",
-            "--data-parallel-backend", "mp", "-dp", str(NUM_RANKS), "--port", "0", "--stall-timeout", str(STALL_TIMEOUT_S),
-            "--engine-restarts", "100000",
-        ]  # fmt: skip
-        log_path = Path(directory) / "log"
-        with log_path.open("w") as log:
-            server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
-        assert server.stdout is not None
-        url = server.stdout.readline().removeprefix("gateway ready: ").split()[0]
-        family = psutil.Process(server.pid)
-        events, status = asyncio.run(run(url, server.pid, 60 * args.minutes, args.seed, tally))
-        children = family.children(recursive=True)
-        server.terminate()
-        tally.check("server", "exit code", server.wait(120), 0)
-        tally.faults += [f"left running: {child}" for child in children if child.is_running()]
-        tally.faults += [
-            f"log: {line.strip()}" for line in log_path.read_text().splitlines() if "Traceback" in line or " CRITICAL " in line
-        ]
+    flags = ["--stall-timeout", str(STALL_TIMEOUT_S), "--engine-restarts", "100000"]
+    with checked_server(tally, NUM_RANKS, 5.0, *flags, is_fault=is_bug) as server:
+        events, status = asyncio.run(run(server.url, server.pid, 60 * args.minutes, args.seed, tally))
     print(f"events: {dict(sorted(events.items()))}")
     print(f"{sum(tally.done.values())} answers checked: {dict(sorted(tally.done.items()))}; {tally.blamed} blamed for deaths")
     num_deaths = sum(rank["deaths"] for rank in status["ranks"])
     print(f"{status['totals']['moved']} sequences moved, {num_deaths} deaths of the ranks that are there in the end")
-    print(f"{len(tally.faults)} faults")
-    print(*tally.faults[:20], sep="\n")
-    return 1 if tally.faults else 0
+    return verdict(tally)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Requests of many kinds whose answers are known beforehand, from clients that check them. What soak and chaos have in common.
+"""Requests of many kinds whose answers are known beforehand, from clients that check them.
 
 The simulated engine's tokens depend on the prompt and the seed alone: an undisturbed server says what any other must answer.
 """

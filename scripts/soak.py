@@ -10,21 +10,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import aiohttp
 import psutil
 
-from cores.testing import make_tiny_model_dir
-from scripts.checked_load import Client, Tally, make_pool, wait_until_idle
+from scripts.checked_load import Tally, make_pool, wait_until_idle
+from scripts.checked_server import checked_server, start_clients, verdict
 
-ROOT = Path(__file__).resolve().parent.parent
 NUM_PROMPTS = 48
 NUM_WORKERS = 48
 # Full within the first third of a minute: an index of cached blocks that still grows would look like a leak.
@@ -67,16 +63,17 @@ async def soak(url: str, seconds: float, seed: int, tally: Tally) -> Memory:
     pids = {f"front end {f['index']}": f["pid"] for f in status["front_ends"]}
     memory = Memory(pids | {f"rank {r['rank']}": r["pid"] for r in status["ranks"]})
     until_s = time.monotonic() + seconds
-    clients = [Client(url, random.Random(rng.random()), pool, tally) for _ in range(NUM_WORKERS)]
-    workers = [asyncio.create_task(client.run(until_s)) for client in clients]
+    clients = start_clients(url, NUM_WORKERS, rng, pool, tally, until_s)
     while time.monotonic() < until_s:
         await asyncio.sleep(min(2.0, seconds / 10))
         memory.read(sum(tally.done.values()))
-    for end in await asyncio.gather(*workers, return_exceptions=True):
-        if isinstance(end, BaseException):
-            tally.faults.append(f"a client failed: {end!r}")
+    await clients.wait()
     await wait_until_idle(url, tally)
     return memory
+
+
+def is_unexpected(log_line: str) -> bool:
+    return not any(word in log_line for word in EXPECTED_LOG_WORDS)
 
 
 def main() -> int:
@@ -85,30 +82,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     tally = Tally()
-    with TemporaryDirectory() as directory, open(Path(directory) / "log", "w+") as log:
-        model = make_tiny_model_dir(Path(directory) / "tiny", max_model_len=4096)
-        command = [
-            sys.executable, "-m", "gateway", "serve", str(model), "--engine", "simulated", "--simulated", "step_ms=2",
-            "--data-parallel-backend", "mp", "-dp", "2", "--api-server-count", "2", "--port", "0",
-            "--num-kv-blocks", str(NUM_KV_BLOCKS),
-        ]  # fmt: skip
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
-        assert server.stdout is not None
-        url = server.stdout.readline().removeprefix("gateway ready: ").split()[0]
-        memory = asyncio.run(soak(url, args.seconds, args.seed, tally))
-        server.terminate()
-        tally.check("server", "exit code", server.wait(120), 0)
-        log.seek(0)
-        tally.faults += [f"log: {line.strip()}" for line in log if not any(word in line for word in EXPECTED_LOG_WORDS)]
+    flags = ["--api-server-count", "2", "--num-kv-blocks", str(NUM_KV_BLOCKS)]
+    with checked_server(tally, 2, 2.0, *flags, is_fault=is_unexpected) as server:
+        memory = asyncio.run(soak(server.url, args.seconds, args.seed, tally))
     growth = memory.growth()
     for name, mib in growth.items():
         if mib > MAX_GROWTH_MIB_PER_1000:
             tally.faults.append(f"{name} grew by {mib:.2f} MiB per 1,000 requests")
     print(f"{sum(tally.done.values())} requests in {args.seconds:g} s: {dict(sorted(tally.done.items()))}")
     print("MiB per 1,000 requests:", {name: round(g, 3) for name, g in growth.items()})
-    print(f"{len(tally.faults)} faults")
-    print(*tally.faults[:20], sep="\n")
-    return 1 if tally.faults else 0
+    return verdict(tally)
 
 
 if __name__ == "__main__":
