@@ -24,8 +24,8 @@ def test_import_contracts_are_kept() -> None:
 
 
 LEAF = {
-    "cores", "cores.block_hash", "cores.codec", "cores.config", "cores.curve", "cores.log", "cores.messages",
-    "cores.sampling_params",
+    "cores", "cores.block_hash", "cores.codec", "cores.config", "cores.control_messages", "cores.curve", "cores.gaps",
+    "cores.log", "cores.log_queue", "cores.messages", "cores.pooling_params", "cores.sampling_params", "cores.words",
 }  # fmt: skip
 
 
@@ -50,6 +50,12 @@ def test_balancer_imports_nothing_of_cores_but_the_leaf() -> None:
     simulation = set((ROOT / "balancer" / "simulation").rglob("*.py"))
     assert imported_by(set((ROOT / "balancer").rglob("*.py")) - simulation) <= LEAF
     assert imported_by(simulation) <= LEAF | ENGINE
+
+
+def test_gateway_imports_nothing_of_cores_but_the_leaf_and_the_launchers() -> None:
+    files = {path for path in (ROOT / "gateway").rglob("*.py") if path.name != "grammar_process.py"}
+    imported = {name for name in imported_by(files) if name.startswith("cores") and not name.startswith("cores.launch.")}
+    assert imported <= LEAF
 
 
 def test_front_end_loads_neither_torch_nor_ray_nor_transformers() -> None:
