@@ -174,7 +174,8 @@ class RankSupervisor:
 
     def note_revenant(self, rank_id: RankId) -> None:
         """One line for each such life, however much it has to say: what piled up on a broken line comes all at once."""
-        if self._revenants.get(rank_id.rank) != rank_id:
+        # At the end of the endpoint a rank's last sign of life may come behind its last words: that is no news.
+        if self._revenants.get(rank_id.rank) != rank_id and not self._retired:
             self._revenants[rank_id.rank] = rank_id
             logger.warning("%s was declared dead and speaks: told to end", rank_id)
 

@@ -351,6 +351,9 @@ async def test_a_rank_that_is_heard_again_after_its_end_is_one_line_however_much
     assert [record.message for record in caplog.records] == [
         f"rank 0 (epoch {epoch}) was declared dead and speaks: told to end" for epoch in (1, 2)
     ]
+    group.supervisor.retire()
+    group.supervisor.note_revenant(RankId(0, 3))
+    assert len(caplog.records) == 2
 
 
 async def test_a_life_that_was_declared_dead_is_over_whatever_it_says(group: Group) -> None:
