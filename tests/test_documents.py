@@ -14,7 +14,7 @@ from scripts.status_picture import draw_scenes
 
 ROOT = Path(__file__).resolve().parents[1]
 FOR_USERS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-DOCUMENTS = ["ARCHITECTURE.md", "THREAT_MODEL.md"]
+DOCUMENTS = ["ARCHITECTURE.md", "THREAT_MODEL.md", "docs/acceptance.md"]
 ALL = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("balancer/**/*.md")]
 _LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 _FILE = re.compile(r"(?<![\w/.])(?:\./)?((?:balancer|configs|cores|docs|examples|gateway|scripts|tests)/[\w./-]*\w)")
