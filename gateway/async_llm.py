@@ -132,7 +132,7 @@ class AsyncLLM(EngineClient):
         Raises `ConfigError` for a setting or model directory that cannot be used, `EngineDeadError` with the engine's own cause
         when a rank does not start.
         """
-        tracer = make_tracer(config)
+        started_s, tracer = time.monotonic(), make_tracer(config)
         async with AsyncExitStack() as undo:
             own_run_directory = None
             if place is None:
@@ -150,7 +150,7 @@ class AsyncLLM(EngineClient):
             await core_client.start()
             model_config = ModelConfig.of(config, core_client.ready_messages)
             llm = cls(config, model_config, renderer, core_client, slots=slots, lora_store=lora_store, group_store=group_store)
-            llm._own_run_directory = own_run_directory
+            llm._own_run_directory, llm._started_s = own_run_directory, started_s
             undo.pop_all()  # from here on they are the client's to close
         try:
             llm._start([*stat_loggers, *tracer])

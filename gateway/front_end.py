@@ -119,6 +119,8 @@ class FrontEnd:
 
     async def _serve(self, llm: AsyncLLM, server: RunningServer) -> int:
         llm.core_client.link.send(FrontEndReady(self.place.index, type(llm.core_client).__name__))
+        if self.place.life > 1:
+            llm.core_client.events.add("restart", None, f"front end {self.place.index} has started again", time.monotonic())
         shared = asyncio.create_task(self._share(llm), name="front-end-board")
         gc.collect()
         gc.freeze()  # what start-up made lives for ever: the collector need not walk it again

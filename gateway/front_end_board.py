@@ -145,8 +145,10 @@ def whole_endpoint(own: StatusSnapshot, posted: Posted, now: float) -> StatusSna
         age_s = round(max(0.0, now - report.at_s), 3)
         front_ends += [dataclasses.replace(front_end, age_s=age_s) for front_end in report.snapshot.front_ends]
     counted = [report.snapshot for report in posted.all]
+    starts_s = [now - own.uptime_s, *(report.at_s - report.snapshot.uptime_s for report in posted.all)]
     return dataclasses.replace(
         own,
+        uptime_s=round(now - min(starts_s), 3),
         front_ends=tuple(sorted(front_ends, key=lambda front_end: front_end.index)),
         totals=_sum_of_totals([own.totals, *(snapshot.totals for snapshot in counted)]),
         ranks=tuple(_whole_rank(rank, posted.others, counted) for rank in own.ranks),

@@ -273,7 +273,7 @@ class Ranks:
         life.is_leaving = True
         self._read_all()
         self.declare_dead(life.rank_id, "removed by an operator", tell_launcher=False)
-        self.events.add("scale", life.rank_id.rank, "removed", now, life.rank_id.epoch)
+        self.events.add("scale", life.rank_id.rank, "removed", now, life.rank_id.epoch, occurrence=1)
 
     def _add(self, number: int) -> None:
         before, life = self._removed.pop(number, None), self._new_life(m.RankId(number, 0))

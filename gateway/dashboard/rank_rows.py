@@ -231,6 +231,8 @@ class RankTable:
         if not is_dead and (rank.state != "restarting" or rank.start_progress):
             return []
         text = "" if rank.last_death_s_ago is None else clean(last_death(rank, self._glyphs))
+        if not is_dead:  # by an order, or as it died
+            text = f"loading; died {text}" if text else "loading"
         end = ("comes back" if rank.restart_pending else "stays dead") if is_dead else ""
         width = self._width - self._name_width - 2 - STATE_WIDTH - self._gap
         *lines, last = wrapped(text, width, MAX_STORY_LINES if is_whole else 1, self._glyphs)

@@ -128,13 +128,15 @@ class ChildFrontEnd:
             if self._stopping:
                 return
             if not self.ready.is_set():
-                self._fail(f"the front end did not start: {cause}")
+                self._fail(f"front end {self.index} did not start: {cause}")
                 return
             delay_s = budget.take(time.monotonic())
             if delay_s is None:
-                self._fail(f"the front end died more than {MAX_RESTARTS} times within ten minutes, the last time: {cause}")
+                self._fail(
+                    f"front end {self.index} died more than {MAX_RESTARTS} times within ten minutes, the last time: {cause}"
+                )
                 return
-            logger.error("the front end died, the ranks go on: %s", cause)
+            logger.error("front end %d died, the ranks go on: %s", self.index, cause)
             await self._sleep(delay_s)
 
     async def _live(self, life: int) -> str:

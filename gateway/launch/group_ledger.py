@@ -121,6 +121,7 @@ class GroupLedger:
                 num_drain_orders=r.num_drain_orders,
             )
             for rank, r in self._ranks.items()
+            if not (r.is_added and r.state == "new")  # its epoch is still the last one of a rank that was removed
         )
         return GroupState(records, self.failed)
 

@@ -183,6 +183,8 @@ def test_killed_front_end_comes_back_on_its_port_and_the_ranks_live_on(marked: M
     poll_until(is_back, "the front end is back")
     after = requests.get(f"{url}/status", timeout=END_TIMEOUT_S).json()
     assert after["front_ends"][0]["pid"] != before["front_ends"][0]["pid"]
+    assert after["uptime_s"] > before["uptime_s"]
+    assert after["events"][-1]["text"] == "front end 0 has started again"
     assert [row["pid"] for row in after["ranks"]] == [row["pid"] for row in before["ranks"]]
     poll_until(lambda: [row["running"] for row in ranks(url)] == [0, 0], "what the dead front end had asked for is dropped")
     assert complete(url, max_tokens=7).json()["usage"]["completion_tokens"] == 7

@@ -57,6 +57,7 @@ def test_any_front_end_answers_for_all(tmp_path: Path) -> None:
     (rank,) = whole.ranks
     assert (rank.requests_total, rank.ledger_tokens, rank.ledger_requests) == (8, 80, 3)  # each counts its own
     assert rank.waiting == 7  # everybody is told the same
+    assert whole.uptime_s == 3.0  # of the one that was there first: ours has started again
     assert (rank.generation_tokens, rank.deaths) == (100, 1)  # of each life what its best witness saw
     metrics = make_metrics(0.3).plus(report.histograms for report in boards[0].read().all)
     assert num_first_tokens(metrics) == 3

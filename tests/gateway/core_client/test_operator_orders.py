@@ -170,16 +170,21 @@ async def test_a_change_of_the_number_of_ranks_is_one_event_however_many_front_e
     launcher.on_ready(launcher.begin(2))
     tell()
     front_ends[1] = start_front_end(tmp_path, num_ranks=2)
-    launcher.leave(1, "remove")
-    launcher.on_death(ONE, "removed by an operator", 0.0)
+    launcher.leave(2, "remove")
+    launcher.on_death(TWO, "removed by an operator", 0.0)
     tell()
     front_ends[1] = start_front_end(tmp_path, num_ranks=2)
+    tell()
+    launcher.add(2)
+    tell()
+    launcher.begin(2)
     tell()
     events = [(event.kind, event.rank, event.text) for event in front_ends[1].events.events(0.0)]
     assert events == [
         ("scale", 2, "added"),
-        ("drain", 1, "epoch 1 ended with 0 requests in flight: removed by an operator"),
-        ("scale", 1, "removed"),
+        ("drain", 2, "epoch 1 ended with 0 requests in flight: removed by an operator"),
+        ("scale", 2, "removed"),
+        ("scale", 2, "added"),
     ]
 
 

@@ -329,6 +329,14 @@ def test_a_starting_endpoint_shows_how_far_its_ranks_are() -> None:
     assert "starting: 0,1" in lines[0]
 
 
+def test_a_rank_that_starts_again_is_loading_whether_it_has_died_or_was_told_to() -> None:
+    by_order = RankStatus(rank=0, epoch=2, state="restarting")
+    died = RankStatus(rank=1, epoch=2, state="restarting", last_death_s_ago=3725, death_cause="killed by signal 9")
+    lines = draw(make_board(make_status(ranks=(by_order, died))))
+    assert any(line.rstrip() == "   0 restarting loading" for line in lines)
+    assert any(line.rstrip() == "   1 restarting loading; died 1h 2m ago: killed by signal 9" for line in lines)
+
+
 def test_a_starting_endpoint_without_ranks_has_no_empty_table() -> None:
     text = "\n".join(draw(make_board(make_status(state="starting", ranks=(), events=(), balancer=None))))
     assert "rank state" not in text

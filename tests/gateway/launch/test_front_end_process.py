@@ -70,7 +70,7 @@ async def test_a_new_life_without_a_process_is_tried_again_and_the_endpoint_goes
 
 async def test_a_front_end_that_can_never_be_started_again_ends_the_endpoint_with_the_cause(tmp_path: Path) -> None:
     outcome = await Lives(num_sleeps=MAX_RESTARTS).run(tmp_path / "gone")
-    cause = "the front end died more than 5 times within ten minutes, the last time: it could not be started: "
+    cause = "front end 0 died more than 5 times within ten minutes, the last time: it could not be started: "
     assert outcome.startswith(cause)
 
 
@@ -81,7 +81,7 @@ async def test_a_front_end_that_has_served_and_now_fails_to_start_is_tried_again
     lives = Lives(num_sleeps=0)
     assert await lives.run(tmp_path, "restore was not done within 600 s on rank-1-1") == "goes on"
     assert lives.delays_s == [FIRST_BACKOFF_S]
-    assert "the front end died, the ranks go on: restore was not done within 600 s on rank-1-1" in caplog.text
+    assert "front end 0 died, the ranks go on: restore was not done within 600 s on rank-1-1" in caplog.text
 
 
 async def test_a_front_end_that_fails_before_it_has_ever_served_ends_the_endpoint_with_the_cause(

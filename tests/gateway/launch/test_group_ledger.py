@@ -250,8 +250,10 @@ def test_a_rank_that_gets_the_number_of_a_removed_one_counts_its_restarts_on(gro
     group.ledger.leave(0, "remove")
     assert group.ledger.on_death(RankId(0, 2), "removed by an operator", now=1.0) == Removed()
     group.ledger.add(0)
+    assert [record.rank for record in group.ledger.snapshot().ranks] == [1]  # not as a life that is over
+    group.ledger.begin(0)
     records = {record.rank: record for record in group.ledger.snapshot().ranks}
-    assert records[0].restarts == 1
+    assert (records[0].epoch, records[0].restarts) == (3, 1)
 
 
 def test_a_rank_that_loses_node_after_node_is_never_given_up_and_its_own_deaths_still_count(group: Group) -> None:
