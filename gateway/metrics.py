@@ -73,8 +73,14 @@ class RankHistograms:
         self.queue_time = Histogram(one_two_five(0.001, 500))
         self.prefill_time = Histogram(one_two_five(0.001, 500))
         self.decode_time = Histogram(one_two_five(0.01, 5000))
+        self.inference_time = Histogram(one_two_five(0.01, 5000))
+        self.time_per_output_token = Histogram(one_two_five(0.001, 50))
         self.prompt_tokens = Histogram(one_two_five(1, 1_000_000))
+        self.computed_tokens = Histogram(one_two_five(1, 1_000_000))
         self.generation_tokens = Histogram(one_two_five(1, 1_000_000))
+        self.longest_tokens = Histogram(one_two_five(1, 1_000_000))
+        self.max_tokens = Histogram(one_two_five(1, 1_000_000))
+        self.num_sequences = Histogram(one_two_five(1, 100))
         self.finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
 
     def to_plain(self) -> dict[str, list[float]]:
@@ -118,8 +124,17 @@ class RequestMetrics(StatLogger):
         histograms.prefill_time.observe(max(0.0, request.first_token_s - request.arrival_s - request.queued_s))
         histograms.decode_time.observe(request.last_token_s - request.first_token_s)
         histograms.e2e_latency.observe(request.last_token_s - request.arrival_s)
+        histograms.inference_time.observe(max(0.0, request.last_token_s - request.arrival_s - request.queued_s))
+        if request.num_longest_tokens > 1:
+            seconds = (request.last_token_s - request.first_token_s) / (request.num_longest_tokens - 1)
+            histograms.time_per_output_token.observe(seconds)
         histograms.prompt_tokens.observe(request.num_prompt_tokens)
+        histograms.computed_tokens.observe(request.num_prompt_tokens - request.num_cached_tokens)
         histograms.generation_tokens.observe(request.num_generation_tokens)
+        histograms.longest_tokens.observe(request.num_longest_tokens)
+        histograms.num_sequences.observe(request.num_sequences)
+        if request.max_tokens is not None:
+            histograms.max_tokens.observe(request.max_tokens)
 
     def to_plain(self) -> PlainHistograms:
         """For another process to add to its own."""
@@ -213,8 +228,14 @@ _HISTOGRAM_ROWS = (
     ("request_queue_time_seconds", "Waiting in the engine before the first step.", "queue_time"),
     ("request_prefill_time_seconds", "From the first step to the first token.", "prefill_time"),
     ("request_decode_time_seconds", "From the first token to the last.", "decode_time"),
+    ("request_inference_time_seconds", "From the first step to the last token.", "inference_time"),
+    ("request_time_per_output_token_seconds", "Mean of a request, after its first token.", "time_per_output_token"),
     ("request_prompt_tokens", "Prompt tokens per request.", "prompt_tokens"),
+    ("request_prefill_kv_computed_tokens", "Of these, not found in the prefix cache.", "computed_tokens"),
     ("request_generation_tokens", "Generated tokens per request.", "generation_tokens"),
+    ("request_max_num_generation_tokens", "Generated tokens of a request's longest sequence.", "longest_tokens"),
+    ("request_params_max_tokens", "What requests had as max_tokens.", "max_tokens"),
+    ("request_params_n", "What requests had as n.", "num_sequences"),
 )
 
 
@@ -231,6 +252,7 @@ class _Scrape(Collector):
         snapshot = self._snapshot
         yield from self._rows(_RANK_ROWS, "engine", [(str(rank.rank), rank) for rank in snapshot.ranks])
         yield self._rank_states()
+        yield self._cache_config()
         yield from self._rows(_FRONT_END_ROWS, "front_end", [(str(f.index), f) for f in snapshot.front_ends])
         yield from self._rows(_TOTAL_ROWS, None, [("", snapshot.totals)])
         yield self._answers()
@@ -253,6 +275,17 @@ class _Scrape(Collector):
             for state in RANK_STATES:
                 states.add_metric([str(rank.rank), self._snapshot.model, state], float(rank.state == state))
         return states
+
+    def _cache_config(self) -> Metric:
+        """vLLM's: how large a KV cache is. Autoscalers read it."""
+        info = GaugeMetricFamily(
+            f"{self._prefix}cache_config_info", "Size of the KV cache.",
+            labels=["engine", "model_name", "block_size", "num_gpu_blocks"],
+        )  # fmt: skip
+        for rank in self._snapshot.ranks:
+            if rank.num_kv_blocks:
+                info.add_metric([str(rank.rank), self._snapshot.model, str(rank.block_size), str(rank.num_kv_blocks)], 1.0)
+        return info
 
     def _answers(self) -> Metric:
         """What clients saw: also requests that failed before an engine heard of them, and those whose client left."""

@@ -79,6 +79,7 @@ class OutputProcessor:
             stream = RequestStream(
                 external_id, internal_id, prompt_text, prompt_token_ids, params.output_kind, sink, parent, arrival_s
             )
+            stream.max_tokens = params.max_tokens
             stream.lora_name = lora_name
             stream.trace_headers = trace_headers
             stream.tenant = tenant
@@ -190,7 +191,8 @@ class OutputProcessor:
             self.on_finished(FinishedRequest.of(stream, finish_reason))
 
     def _drop(self, stream: RequestStream) -> None:
-        for handle in stream.states:
+        for handle, state in stream.states.items():
+            stream.on_end(state)
             del self._states[handle]
         stream.states = {}
         del self._streams[stream.internal_id]
@@ -360,6 +362,7 @@ class OutputProcessor:
     def _finish(self, state: RequestState, finish_reason: str, stop_reason: int | str | None) -> None:
         stream = state.stream
         stream.put(state.finish(finish_reason, stop_reason))
+        stream.on_end(state)
         del self._states[state.handle], stream.states[state.handle]
         if stream.num_open == 0:
             self._end(stream, finish_reason)

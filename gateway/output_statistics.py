@@ -55,6 +55,8 @@ class FinishedRequest:
     num_moves: int
     trace_headers: Mapping[str, str] | None = None
     stays: tuple[RankStay, ...] = ()  # at ranks, where traces are made
+    max_tokens: int | None = None  # that each sequence might have had
+    num_longest_tokens: int = 0  # of the longest sequence
 
     @classmethod
     def of(cls, stream: RequestStream, finish_reason: str) -> FinishedRequest:
@@ -75,6 +77,8 @@ class FinishedRequest:
             num_moves=stats.num_moves,
             trace_headers=stream.trace_headers,
             stays=tuple(stream.stays),
+            max_tokens=stream.max_tokens,
+            num_longest_tokens=stream.longest,
         )
 
 

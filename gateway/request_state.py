@@ -31,8 +31,8 @@ class RequestStream:
     """One request as its reader sees it: its sequences share a sink, statistics and one end."""
 
     __slots__ = (
-        "external_id", "internal_id", "lora_name", "num_open", "parent", "prompt", "prompt_logprobs", "prompt_token_ids",
-        "rank", "sink", "states", "stats", "stays", "tenant", "trace_headers", "waits_for_all",
+        "external_id", "internal_id", "longest", "lora_name", "max_tokens", "num_open", "parent", "prompt", "prompt_logprobs",
+        "prompt_token_ids", "rank", "sink", "states", "stats", "stays", "tenant", "trace_headers", "waits_for_all",
     )  # fmt: skip
 
     def __init__(
@@ -59,6 +59,8 @@ class RequestStream:
         self.rank: int | None = None
         self.stays: list[RankStay] = []  # as they began; only where traces are made
         self.prompt_logprobs: PromptLogprobs | None = None  # as far as they have come, where they were asked for
+        self.longest = 0  # tokens of the longest sequence that has ended
+        self.max_tokens: int | None = None
         self.lora_name: str | None = None
         self.tenant: str | None = None
         self.trace_headers: Mapping[str, str] | None = None
@@ -89,6 +91,10 @@ class RequestStream:
         if self.prompt_logprobs is not None and self.prompt_logprobs.is_complete:
             output.prompt_logprobs = self.prompt_logprobs
         self.sink.put(output)
+
+    def on_end(self, state: RequestState) -> None:
+        """Of a sequence, whatever ended it."""
+        self.longest = max(self.longest, len(state.accepted))
 
     def on_first_token(self, first: FirstToken) -> None:
         """Of the first sequence that has one: the others' prompt is found in its cache."""

@@ -126,6 +126,7 @@ class RankStatus:
     lives: Lives = Lives()  # these counters by life; not in the document
     max_num_seqs: int = 0  # that can run at a time; 0: not known yet
     num_kv_blocks: int = 0
+    block_size: int = 0  # tokens in each of them
     restart_pending: bool = False  # dead, but another life is coming
     start_progress: float | None = None  # while it starts: how much of its weights is loaded, from 0 to 1
 

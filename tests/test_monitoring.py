@@ -29,7 +29,7 @@ def exposed(prefix: str = "") -> dict[str, tuple[str, frozenset[str]]]:
     snapshot = StatusSnapshot(
         version="1", mode="m", model="tiny", uptime_s=1.0, state="ready", max_loras=1,
         front_ends=(FrontEndStatus(index=0, pid=1), FrontEndStatus(index=1, pid=2)),
-        ranks=(RankStatus(rank=0, epoch=1, state="ready", last_seen_s=1.0, signal_age_ms=1.0),),
+        ranks=(RankStatus(rank=0, epoch=1, state="ready", last_seen_s=1.0, signal_age_ms=1.0, num_kv_blocks=9),),
     )  # fmt: skip
     found = {}
     for family in text_string_to_metric_families(RequestMetrics().render(snapshot, prefix).decode()):

@@ -164,6 +164,7 @@ class Rank:
             lives=lives,
             max_num_seqs=life.ready.max_num_seqs if life.ready else 0,
             num_kv_blocks=life.ready.num_kv_blocks if life.ready else 0,
+            block_size=life.ready.block_size if life.ready else 0,
             restart_pending=self.restart_pending,
             start_progress=None if life.ready else life.start_progress,
         )

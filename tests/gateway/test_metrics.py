@@ -106,6 +106,24 @@ def test_a_finished_request_fills_the_other_histograms() -> None:
     assert found["gateway:request_success_total", "0,stop"] == 0
 
 
+def test_what_boards_and_autoscalers_made_for_vllm_ask_for_is_there() -> None:
+    metrics = RequestMetrics()
+    sizes = {"num_sequences": 2, "num_prompt_tokens": 30, "num_cached_tokens": 16, "num_generation_tokens": 9}
+    metrics.on_finished(make_finished(**sizes, num_longest_tokens=6, max_tokens=50))
+    metrics.on_finished(make_finished(num_longest_tokens=1))
+    rank = RankStatus(rank=0, epoch=1, state="ready", num_kv_blocks=640, block_size=16)
+    found = samples(metrics, make_snapshot(ranks=(rank, RankStatus(rank=1, epoch=1, state="starting"))), "vllm:")
+    assert found["vllm:request_max_num_generation_tokens_sum", "0"] == 7
+    assert found["vllm:request_prefill_kv_computed_tokens_sum", "0"] == 17
+    assert found["vllm:request_params_n_sum", "0"] == 3
+    assert (found["vllm:request_params_max_tokens_sum", "0"], found["vllm:request_params_max_tokens_count", "0"]) == (50, 1)
+    assert math.isclose(found["vllm:request_inference_time_seconds_sum", "0"], 2 * 0.8)
+    name = "vllm:request_time_per_output_token_seconds"
+    assert (found[f"{name}_sum", "0"], found[f"{name}_count", "0"]) == (0.1, 1), "one token has no time after it"
+    caches = {labels: value for (name, labels), value in found.items() if name == "vllm:cache_config_info"}
+    assert caches == {"16,0,640": 1}, "of block size, rank and number; none of a rank whose cache is not known yet"
+
+
 def test_an_end_before_any_token_and_rank_is_counted_but_not_timed() -> None:
     metrics = RequestMetrics()
     metrics.on_finished(make_finished(rank=None, finish_reason="abort", first_token_s=None, last_token_s=None))

@@ -53,9 +53,23 @@ def test_statistics_of_a_request_are_complete_when_it_ends() -> None:
             num_cached_tokens=6,
             num_generation_tokens=4,
             num_moves=0,
+            max_tokens=100,
+            num_longest_tokens=4,
         )
     ]
     assert processor.counters.generation_tokens == 4
+
+
+def test_the_longest_sequence_is_told_whether_it_came_to_its_end_or_not() -> None:
+    finished: list[FinishedRequest] = []
+    processor = OutputProcessor(TOKENIZER, on_finished=finished.append)
+    for handle in (1, 11):
+        add_request(processor, handle, n=2)
+        feed(processor, outputs([(handle, tokens("abc")), (handle + 1, tokens("d"))]))
+        feed(processor, outputs([(handle, [EOS])], finished={0: Finished(FinishReason.STOP, EOS)}))
+        feed(processor, outputs([(handle + 1, tokens("efghi" if handle == 1 else "e"))]))
+        processor.abort("request")
+    assert [(f.num_sequences, f.num_generation_tokens, f.num_longest_tokens) for f in finished] == [(2, 10, 6), (2, 6, 4)]
 
 
 @pytest.mark.parametrize("is_wanted", [True, False])
