@@ -190,7 +190,10 @@ class EngineClient(Operations):
 
     @abstractmethod
     async def cancel(self, request_id: str, tenant: str | None = None) -> bool:
-        """`abort` for a client: those of its tenant only (None: whoever's). False where no front end has one under way."""
+        """`abort` for a client: those of its tenant only (None: whoever's). False where no front end has one under way.
+
+        Raises `OverloadedError` when a front end that may have it does not answer.
+        """
 
     @abstractmethod
     def check_admission(self, num_sequences: int = 1, num_tokens: int = 0) -> None:

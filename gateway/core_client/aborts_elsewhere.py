@@ -9,8 +9,10 @@ from collections.abc import Callable
 
 from cores.codec import Message
 from cores.control_messages import AbortedElsewhere, AbortElsewhere
+from cores.words import counted
+from gateway.errors import OverloadedError
 
-ANSWER_TIMEOUT_S = 2.0  # a front end that is stopped or starting says nothing; it will abort, or has nothing to
+ANSWER_TIMEOUT_S = 10.0  # one that is starting again has nothing, and answers when it is there; one that is stopped does not
 
 
 class AbortsElsewhere:
@@ -35,7 +37,7 @@ class AbortsElsewhere:
             self._send(AbortElsewhere(request_id, tenant))
 
     async def ask(self, request_id: str, tenant: str | None) -> bool:
-        """The same, and whether any of them had one."""
+        """The same, and whether any of them had one. Raises `OverloadedError` when that is not known in time."""
         if not self._num_others:
             return False
         self._last_id += 1
@@ -46,7 +48,8 @@ class AbortsElsewhere:
             self._send(AbortElsewhere(request_id, tenant, self._index, call_id))
             return await asyncio.wait_for(found, self._timeout_s)
         except TimeoutError:
-            return False
+            num_silent = counted(self._num_silent[call_id], "front end")
+            raise OverloadedError(f"{num_silent} did not answer within {self._timeout_s:g} s, and may have it") from None
         finally:
             del self._asked[call_id], self._num_silent[call_id]
 

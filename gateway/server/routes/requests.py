@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Annotated
+
 from aiohttp import web
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from gateway.errors import InvalidRequestError
 from gateway.server.body import read_body
@@ -16,7 +19,7 @@ ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "embd-")  # what stands before
 
 
 class CancelRequest(Struct, kw_only=True, frozen=True):
-    request_ids: list[str]
+    request_ids: Annotated[list[str], Meta(max_length=1024)]  # each asks every front end
 
 
 _decoder = BodyDecoder(CancelRequest)
@@ -36,7 +39,9 @@ async def cancel(request: web.Request) -> web.Response:
 @routes.post("/v1/requests/cancel")
 async def cancel_many(request: web.Request) -> web.Response:
     body = await read_body(request, _decoder)
-    cancelled = [request_id for request_id in dict.fromkeys(body.request_ids) if await _cancel(request, request_id)]
+    ids = list(dict.fromkeys(body.request_ids))
+    found = await asyncio.gather(*(_cancel(request, request_id) for request_id in ids))
+    cancelled = [request_id for request_id, was_there in zip(ids, found, strict=True) if was_there]
     return json_response({"status": "cancelled", "cancelled_request_ids": cancelled})
 
 

@@ -52,6 +52,8 @@ async def test_of_many_those_that_were_there_are_named(serve: Any) -> None:
     assert not tasks[1].done()
     status, answer, _ = await served.post("/v1/requests/cancel", {"request_ids": []})
     assert (status, answer["cancelled_request_ids"]) == (200, [])
+    status, answer, _ = await served.post("/v1/requests/cancel", {"request_ids": ["x"] * 1025})
+    assert (status, answer["error"]["param"]) == (400, "request_ids")
     served.engine.requests[1].put("lo", finish_reason="stop")
     assert await end_of(tasks[1]) == ("Hello", "stop")
 
