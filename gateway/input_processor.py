@@ -82,8 +82,7 @@ class InputProcessor:
         if isinstance(prompt, TokenizedPrompt):
             token_ids, _ = await self._tokenize(prompt.token_ids, num_to_come)
             return token_ids, prompt.text
-        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
-            raise InvalidRequestError(f"the prompt must be text or token ids, got {type(prompt).__name__}", "prompt")
+        check_kind(prompt)
         if isinstance(prompt, str):
             self.check_text(prompt)
             token_ids = await self._renderer.encode_async(prompt, add_special_tokens)
@@ -181,6 +180,12 @@ class InputProcessor:
         spellings = [text for word in words for stem in [word.lstrip() or word] for text in (stem, " " + stem)]
         sequences = (tuple(encode(text, add_special_tokens=False)) for text in spellings)
         return tuple(dict.fromkeys(sequence for sequence in sequences if sequence))
+
+
+def check_kind(prompt: object) -> None:
+    """Raises `InvalidRequestError` for what is neither text nor a list."""
+    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+        raise InvalidRequestError(f"the prompt must be text or token ids, got {type(prompt).__name__}", "prompt")
 
 
 def add_special_tokens(tokenization_kwargs: Mapping[str, Any] | None) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from cores.sampling_params import RequestOutputKind
 from gateway.engine_client import Prompt, TokenizedPrompt
 from gateway.errors import InvalidRequestError
+from gateway.input_processor import check_kind
 from gateway.outputs import CompletionOutput, RequestOutput
 
 Piece = Prompt
@@ -51,6 +52,7 @@ class InputSession:
     async def _to_token_ids(self, piece: Piece) -> Sequence[int]:
         if isinstance(piece, TokenizedPrompt):
             return piece.token_ids
+        check_kind(piece)
         return await self._encode(piece, not self._token_ids) if isinstance(piece, str) else piece
 
     def _take(self, output: RequestOutput) -> None:

@@ -396,6 +396,9 @@ async def test_leaving_a_session_aborts_its_piece_and_a_session_without_pieces_i
         await collect(llm, prompt(), params(5))
     with pytest.raises(InvalidRequestError, match="n must be 1"):
         await collect(llm, prompt("one"), params(5, n=2))
+    wrong: Any = 5
+    with pytest.raises(InvalidRequestError, match="the prompt must be text or token ids, got int"):
+        await collect(llm, prompt(wrong), params(5))
 
 
 async def test_a_reader_that_leaves_while_its_request_waits_for_a_restart_leaves_nothing_behind(start: Start) -> None:
