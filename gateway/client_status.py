@@ -75,6 +75,7 @@ def _totals(llm: AsyncLLM) -> Totals:
         expired=llm.sender.num_expired,
         prompt_tokens=counters.prompt_tokens,
         generation_tokens=counters.generation_tokens,
+        malformed_frames=llm.core_client.num_malformed_frames,
     )
 
 

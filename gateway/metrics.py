@@ -219,6 +219,7 @@ _TOTAL_ROWS = (
     _Row("requests_moved", "Moves of requests to another rank.", CounterMetricFamily, lambda t: t.moved),
     _Row("requests_expired", "Requests without a token by their deadlines.", CounterMetricFamily, lambda t: t.expired),
     _Row("admission_rejections", "Requests refused for want of room.", CounterMetricFamily, lambda t: t.rejected),
+    _Row("malformed_frames", "Messages of ranks that could not be read.", CounterMetricFamily, lambda t: t.malformed_frames),
 )
 
 _HISTOGRAM_ROWS = (

@@ -141,6 +141,7 @@ class Totals:
     expired: int = 0  # of `failed`: no token by their deadlines
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    malformed_frames: int = 0  # of ranks, dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,7 @@ def test_each_rank_has_its_own_series_under_vllms_names() -> None:
 
 def test_totals_and_front_ends_are_exported() -> None:
     snapshot = make_snapshot(
-        totals=Totals(requests=9, aborted=2, failed=1, rejected=4, moved=3),
+        totals=Totals(requests=9, aborted=2, failed=1, rejected=4, moved=3, malformed_frames=6),
         front_ends=(FrontEndStatus(index=0, pid=1, in_flight=5, event_loop_lag_ms=1.5),),
     )
     found = samples(RequestMetrics(), snapshot)
@@ -59,6 +59,7 @@ def test_totals_and_front_ends_are_exported() -> None:
     assert found["gateway:requests_aborted_total", ""] == 2
     assert found["gateway:requests_failed_total", ""] == 1
     assert found["gateway:admission_rejections_total", ""] == 4
+    assert found["gateway:malformed_frames_total", ""] == 6
     assert found["gateway:requests_moved_total", ""] == 3
     assert found["gateway:front_end_requests_in_flight", "0"] == 5
     assert found["gateway:front_end_event_loop_lag_seconds", "0"] == 0.0015

@@ -71,6 +71,7 @@ async def test_a_front_end_counts_them_on_both_of_its_sockets_and_serves_the_nex
     (final,) = await collect(llm, "one two", params(9, output_kind=FINAL_ONLY))
     assert len(final.outputs[0].token_ids) == 9
     assert [rank.deaths for rank in llm.status().ranks] == [0, 0]
+    assert llm.status().totals.malformed_frames == 2 * NUM_FRAMES
 
 
 async def test_the_launchers_control_socket_counts_them_and_hears_what_comes_after(directory: Path) -> None:
