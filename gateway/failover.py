@@ -79,7 +79,7 @@ class Failover:
             accepted = self._outputs.accepted_token_ids(sent.request.handle)
             if accepted is None:
                 continue  # it has had its end
-            if not self._is_enabled:
+            if not self._is_enabled or self._client.failure is not None:  # nothing will come back
                 lost[sent.request.handle] = None
             elif not is_blameless and sent.num_deaths >= MAX_MOVES:
                 num_deaths = sent.num_deaths + 1

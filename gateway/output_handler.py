@@ -94,9 +94,10 @@ class OutputHandler:
             await asyncio.sleep(0)
 
     def _on_death(self, died: EngineDied) -> None:
-        num_moved = self._failover.num_moved
-        lost = self._failover.on_death(self._core_client.on_engine_died(died), is_blameless=died.is_blameless)
-        self._core_client.ranks.note_moved(died, self._failover.num_moved - num_moved, len(lost))
+        num_moved, held = self._failover.num_moved, self._core_client.on_engine_died(died)
+        lost = self._failover.on_death(held, is_blameless=died.is_blameless)
+        num_waiting = sum(sent.request.handle in self._failover.waiting_handles for sent in held)
+        self._core_client.ranks.note_moved(died, self._failover.num_moved - num_moved, len(lost), num_waiting)
         for handle, reason in lost.items():
             text = f"{died.rank_id} died: {died.cause}" + (f"; {reason}" if reason else "")
             siblings = self._outputs.fail([handle], EngineDeadError(text, died.rank_id.rank, died.cause))

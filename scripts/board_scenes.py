@@ -89,7 +89,7 @@ def _events(num_ranks: int, at_s: float) -> tuple[Event, ...]:
             who["dead"],
             "epoch 1 died with 18 requests in flight: process 4242 was killed by signal 9 (SIGKILL)",
         ),
-        (DEATH_S + 0.1, "move", who["dead"], "18 requests of epoch 1 go on elsewhere"),
+        (DEATH_S + 0.1, "move", who["dead"], "18 requests of epoch 1 went on elsewhere"),
     ]
     if "stalled" in who:
         happened.append((52.0, "stall", who["stalled"], "epoch 1 stalled: it has work and made no step for 32.0 s"))

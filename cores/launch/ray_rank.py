@@ -61,7 +61,8 @@ class RayRank:
             text = summary(str(error)).rpartition("temporarily unavailable: ")[2]
             end = RankExit(f"process {self._process}: Ray has lost touch with it: {text}", abrupt=True)
         except RayActorError as error:
-            end = RankExit(f"process {self._process} was killed or crashed; Ray says: {summary(str(error))}", abrupt=True)
+            detail = f"; Ray says: {text}" if (text := summary(str(error))) else ""
+            end = RankExit(f"process {self._process} was killed or crashed{detail}", abrupt=True)
         except RayError as error:  # the cluster has lost the answer: nothing will be heard of the process again
             end = RankExit(f"process {self._process}: Ray says: {summary(str(error))}", abrupt=True)
         if end.abrupt and self._watch is not None and not (await answers(self._node) and await is_in_cluster(self.node_id)):

@@ -312,12 +312,17 @@ class Ranks:
         if tell_launcher:
             self._tell_launcher(control.RankDied(rank_id, headline))
 
-    def note_moved(self, died: EngineDied, num_moved: int, num_lost: int) -> None:
-        """For the counters and the event log."""
+    def note_moved(self, died: EngineDied, num_moved: int, num_lost: int, num_waiting: int = 0) -> None:
+        """For the counters and the event log. `num_waiting`: of those moved, how many have found no rank yet."""
         if (rank := self.find(died.rank_id.rank)) is not None:
             rank.requests_moved_away += num_moved
         number, epoch = died.rank_id.rank, died.rank_id.epoch
-        for occurrence, (what, num) in enumerate((("go on elsewhere", num_moved), ("failed", num_lost))):
+        happened = (
+            ("went on elsewhere", num_moved - num_waiting),
+            ("failed", num_lost),
+            ("had to wait for a rank", num_waiting),
+        )
+        for occurrence, (what, num) in enumerate(happened):
             if num:
                 text = f"{REQUESTS} of epoch {epoch} {what}"
                 self.events.add("move", number, text, self._clock(), epoch, occurrence, num)

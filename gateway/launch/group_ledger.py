@@ -216,8 +216,10 @@ class GroupLedger:
         """One that is down may begin another life, and die as often as a new one."""
         assert self.is_down(rank)
         self._reopen()
-        self._ranks[rank].budget = RestartBudget(self._max_restarts, FIRST_BACKOFF_S)
-        self._ranks[rank].restart_pending = True
+        r = self._ranks[rank]
+        r.budget = RestartBudget(self._max_restarts, FIRST_BACKOFF_S)
+        r.restarts += 1
+        r.restart_pending = True
 
     def _reopen(self) -> None:
         """A rank comes that may be the only one."""

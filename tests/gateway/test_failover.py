@@ -28,7 +28,7 @@ class Client:
         self.sent: list[SentRequest] = []
         self.is_full = False
         self.awaits_restart = True
-        self.failure = None
+        self.failure: str | None = None
         self.aborted: list[int] = []
         self.stranded: list[SentRequest] = []
 
@@ -98,6 +98,14 @@ def test_it_goes_on_from_the_last_accepted_token_with_the_same_seed_and_budget(t
     assert moved.request.sampling_params == stage.sent.request.sampling_params
     assert (moved.routing.num_prompt_tokens, moved.routing.pinned_rank) == (6, None)
     assert stage.failover.num_moved == 1
+
+
+def test_at_the_death_of_the_last_rank_nothing_is_said_to_go_on(tokenizer: Tokenizer) -> None:
+    stage = Stage(tokenizer)
+    stage.generate(40)
+    stage.client.failure = "no rank is left"
+    assert stage.failover.on_death([stage.sent]) == {1: None}
+    assert (stage.failover.num_moved, stage.failover.num_waiting, stage.client.sent) == (0, 0, [])
 
 
 def test_what_is_accepted_twice_is_sent_once(tokenizer: Tokenizer) -> None:

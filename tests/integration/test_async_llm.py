@@ -279,6 +279,7 @@ async def test_without_any_rank_left_everything_fails_with_the_cause(start: Star
     with pytest.raises(EngineDeadError, match="step 5"):
         await collect(llm, "x", params(100))
     await until(lambda: llm.errored, "the client is errored")
+    assert "move" not in [event.kind for event in llm.status().events if "elsewhere" in event.text]
     with pytest.raises(EngineDeadError):
         await collect(llm, "x", params(1))
     with pytest.raises(EngineDeadError):

@@ -103,6 +103,16 @@ async def test_an_end_by_order_is_no_death_and_blames_no_request(group: FakeGrou
     assert kinds(group, 0) == ["ready", "drain", "drain"]
 
 
+async def test_requests_that_have_found_no_rank_yet_are_not_said_to_go_on_elsewhere(group: FakeGroup) -> None:
+    group.client.ranks.note_moved(EngineDied(ZERO, "killed"), num_moved=3, num_lost=1, num_waiting=1)
+    texts = [event.text for event in group.client.events.events(group.clock()) if event.kind == "move"]
+    assert texts == [
+        "2 requests of epoch 1 went on elsewhere",
+        "1 request of epoch 1 failed",
+        "1 request of epoch 1 had to wait for a rank",
+    ]
+
+
 async def test_a_group_of_which_no_rank_was_left_serves_again_when_an_order_has_brought_one_back(group: FakeGroup) -> None:
     dead = tuple(RankRecord(rank, 1, "dead", "killed") for rank in (0, 1))
     group.tell(GroupState(dead, "no rank is left"))
