@@ -14,7 +14,7 @@ from cores.runner.testing import make_random_lora, make_tiny_llama
 from gateway import AsyncLLM
 from tests.integration.llm_harness import DEADLINE_S, DELTA, Start, params
 
-NUM_TOKENS = 300  # so many steps of an engine, until the test has seen the first token and killed it
+NUM_TOKENS = 200  # so many steps of an engine, until the test has seen the first token and killed it
 ADAPTER = "sql"
 SEED = 5
 
