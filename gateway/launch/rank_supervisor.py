@@ -37,6 +37,7 @@ class _Life:
     """What is known of a rank's present life. `death` is set by the first proof, with the cause."""
 
     rank_id: RankId
+    heard_s: float  # when it last said something; in the beginning, when that was
     handle: RankHandle | None = None
     watcher: asyncio.Task[None] | None = None
     front_ends: dict[int, FrontEndAddress] = field(default_factory=dict)  # that it knows, by index
@@ -44,7 +45,6 @@ class _Life:
     is_stuck: bool = False  # it will not end by itself
     is_node_lost: bool = False  # what it died of, if it died
     hurry: asyncio.Event = field(default_factory=asyncio.Event)  # an operator wants its successor at once
-    heard_s: float = field(default_factory=time.monotonic)  # when it last said something
     idle_at: set[int] = field(default_factory=set)  # front ends that have no request on it, and send none, while it drains
     death: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -71,12 +71,14 @@ class RankSupervisor:
         on_change: Callable[[GroupState], None],
         on_no_rank_left: Callable[[str], None],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ledger = ledger
         self._launcher = launcher
         self._on_change = on_change
         self._on_no_rank_left = on_no_rank_left
         self._sleep = sleep
+        self._clock = clock
         self._plan: RankPlan | None = None
         self._lives: dict[int, _Life] = {}
         self._tasks: dict[int, asyncio.Task[str]] = {}  # by rank
@@ -145,7 +147,7 @@ class RankSupervisor:
         if life is None or life.rank_id != message.rank_id:
             return  # of a life that is over
         if isinstance(message, EngineStarting | EngineReady | EngineAlive):
-            life.heard_s = time.monotonic()
+            life.heard_s = self._clock()
         match message:
             case EngineStarting(text=text, pid=pid, progress=progress):
                 if progress:
@@ -180,7 +182,7 @@ class RankSupervisor:
             logger.warning("%s was declared dead and speaks: told to end", rank_id)
 
     def look_for_lost_nodes(self, now: float) -> None:
-        """A node that is gone says so as little as the ranks on it. Ray will notice, but takes 15 s."""
+        """A node that is gone says so as little as the ranks on it. Ray will notice, but takes 15 s. `now` is our clock's."""
         by_node: dict[str, list[tuple[_Life, float]]] = {}
         for life in self._lives.values():
             if life.handle is not None and not life.death.done():
@@ -206,7 +208,7 @@ class RankSupervisor:
         cause = ""
         while not self._retired:
             rank_id = self._ledger.begin(rank)
-            life = self._lives[rank] = _Life(rank_id)
+            life = self._lives[rank] = _Life(rank_id, self._clock())
             self._publish()
             cause = await self._live(life)
             verdict = self._book_death(life, cause)
@@ -232,7 +234,7 @@ class RankSupervisor:
         """Once for each life, whoever is first."""
         if not life.is_booked:
             life.is_booked = True
-            life.verdict = self._ledger.on_death(life.rank_id, cause, time.monotonic(), is_node_lost=life.is_node_lost)
+            life.verdict = self._ledger.on_death(life.rank_id, cause, self._clock(), is_node_lost=life.is_node_lost)
         return life.verdict
 
     async def _live(self, life: _Life) -> str:

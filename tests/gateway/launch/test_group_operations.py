@@ -10,7 +10,7 @@ import pytest
 from cores.control_messages import GroupOrder, GroupOrderDone
 from cores.messages import RankId
 from gateway.launch.group_operations import GroupOperations
-from tests.gateway.launch.test_rank_supervisor import Group
+from tests.gateway.launch.supervised_group import Group
 
 NEVER_S = 1000.0
 

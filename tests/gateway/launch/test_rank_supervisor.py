@@ -1,77 +1,17 @@
+"""The lives of ranks: starts, deaths, restarts, lost nodes, and errors of the supervisor itself, over fake ranks."""
+
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
-from cores.config import EngineConfig, FrontEndAddress
-from cores.control_messages import EngineAlive, GroupState, RankDied
-from cores.messages import EngineCoreDead, EngineReady, RankId
-from gateway.launch.group_ledger import GroupLedger
-from gateway.launch.rank_plan import RankPlan
-from gateway.launch.rank_supervisor import RankSupervisor
-from tests.gateway.launch.fake_ranks import FakeRank, FakeRankLauncher
-
-FRONT_END = FrontEndAddress(index=0, input_address="ipc://in", output_address="ipc://out")
-
-
-class LedgerWithBug(GroupLedger):
-    bug: Exception | None = None
-
-    def on_process(self, rank_id: RankId, pid: int | None) -> None:
-        if self.bug is not None:
-            raise self.bug
-        super().on_process(rank_id, pid)
-
-
-class Group:
-    """A supervisor over fake ranks; what it says and how long it would have slept is kept."""
-
-    def __init__(self, num_ranks: int, *, max_restarts: int = 3, ready_timeout_s: float = 60.0) -> None:
-        self.launcher = FakeRankLauncher()
-        self.states: list[GroupState] = []
-        self.failures: list[str] = []
-        self.sleeps: list[float] = []
-        self.may_wake = asyncio.Event()  # from a sleep; set, if the test does not say otherwise
-        self.may_wake.set()
-        self.ledger = LedgerWithBug(range(num_ranks), max_restarts)
-        self.supervisor = RankSupervisor(self.ledger, self.launcher, self.states.append, self.failures.append, self._sleep)
-        self.plan = RankPlan(EngineConfig(), "ipc://control", (FRONT_END,), 1, 0, ready_timeout_s)
-        self._num_ranks = num_ranks
-
-    async def _sleep(self, delay_s: float) -> None:
-        self.sleeps.append(delay_s)
-        await self.may_wake.wait()
-
-    def start(self) -> None:
-        self.supervisor.start(self.plan, tuple(range(self._num_ranks)))
-
-    def say_ready(self, rank: int, epoch: int = 1) -> None:
-        ready = EngineReady(
-            rank_id=RankId(rank, epoch), pid=1, node="here", device="cpu", max_model_len=1, vocab_size=1, eos_token_ids=(),
-            block_size=1, num_kv_blocks=1, max_num_seqs=1, max_num_batched_tokens=1,
-        )  # fmt: skip
-        self.supervisor.on_message(ready)
-
-    async def bring_up(self) -> None:
-        self.start()
-        for rank in range(self._num_ranks):
-            await self.until(lambda rank=rank: RankId(rank, 1) in self.launcher.lives)  # type: ignore[misc]
-            self.say_ready(rank)
-        await self.supervisor.up.wait()
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Lets the tasks run until it holds. No time passes: nothing here waits for a clock."""
-        for _ in range(1000):
-            if condition():
-                return
-            await asyncio.sleep(0)
-        pytest.fail("it does not come true")
-
-    def state(self, rank: int) -> str:
-        return self.states[-1].ranks[rank].state
+from cores.config import FrontEndAddress
+from cores.control_messages import EngineAlive, RankDied
+from cores.messages import EngineCoreDead, RankId
+from tests.gateway.launch.fake_ranks import FakeRank
+from tests.gateway.launch.supervised_group import Group
 
 
 @pytest.fixture
@@ -273,7 +213,7 @@ async def test_all_ranks_of_a_node_that_is_gone_are_declared_dead_in_one_snapsho
     await group.bring_up()
     put_on(group, "lost", 1, 2, 3, node_silent_s=60.0)
     num_states = len(group.states)
-    group.supervisor.look_for_lost_nodes(time.monotonic() + 2.5)
+    group.supervisor.look_for_lost_nodes(group.clock() + 2.5)
     await group.until(lambda: len(group.states) > num_states)
     assert [record.state for record in group.states[num_states].ranks] == ["ready", "dead", "dead", "dead"]
     assert "node lost is gone: nothing was heard of it or its ranks for" in str(group.states[-1].ranks[1].cause)
@@ -289,7 +229,7 @@ async def test_lost_nodes_cost_a_rank_none_of_its_restarts() -> None:
     for epoch in range(1, 6):
         life = group.launcher.lives[RankId(1, epoch)]
         life.node_id, life.node_silent_s = f"node {epoch}", 60.0
-        group.supervisor.look_for_lost_nodes(time.monotonic() + 2.5)
+        group.supervisor.look_for_lost_nodes(group.clock() + 2.5)
         await group.until(lambda epoch=epoch: RankId(1, epoch + 1) in group.launcher.lives)  # type: ignore[misc]
         group.say_ready(1, epoch=epoch + 1)
     group.launcher.lives[RankId(1, 6)].end("Ray has ended its node", is_node_lost=True)
@@ -310,7 +250,7 @@ async def test_a_lost_node_is_noticed_although_another_one_has_the_same_name(gro
     put_on(group, "id-1", 0, node_silent_s=0.1, name="worker")
     put_on(group, "id-2", 1, node_silent_s=60.0, name="worker")
     num_states = len(group.states)
-    group.supervisor.look_for_lost_nodes(time.monotonic() + 2.5)
+    group.supervisor.look_for_lost_nodes(group.clock() + 2.5)
     await group.until(lambda: len(group.states) > num_states)
     assert [record.state for record in group.states[num_states].ranks] == ["ready", "dead"]
 
@@ -322,7 +262,7 @@ async def test_a_silent_rank_on_a_node_that_answers_is_not_lost_and_neither_is_o
     put_on(group, "busy", 0, node_silent_s=0.1)
     put_on(group, "silent", 1, node_silent_s=60.0)
     group.supervisor.on_message(EngineAlive(RankId(1, 1)))
-    group.supervisor.look_for_lost_nodes(time.monotonic() + 1.5)
+    group.supervisor.look_for_lost_nodes(group.clock() + 1.5)
     for _ in range(10):
         await asyncio.sleep(0)
     assert [group.state(0), group.state(1)] == ["ready", "ready"]
@@ -337,7 +277,7 @@ async def test_a_rank_that_ray_has_lost_waits_for_the_verdict_on_its_node(group:
     assert [group.state(0), group.state(1)] == ["ready", "ready"]
     put_on(group, "lost", 0, 1, node_silent_s=60.0)
     num_states = len(group.states)
-    group.supervisor.look_for_lost_nodes(time.monotonic() + 2.5)
+    group.supervisor.look_for_lost_nodes(group.clock() + 2.5)
     await group.until(lambda: len(group.states) > num_states)
     assert [record.state for record in group.states[num_states].ranks] == ["dead", "dead"]
 
