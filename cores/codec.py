@@ -193,9 +193,7 @@ def _pack_prompt_logprobs(chunk: m.PromptLogprobsChunk) -> list[Any]:
 
 
 def _unpack_outputs(fields: list[Any]) -> m.EngineCoreOutputs:
-    rank_id, step, command_seq, load, handles, token_ids, counts, first_tokens, finished, logprobs, weight_version, *more = (
-        fields
-    )
+    rank_id, step, command_seq, load, handles, token_ids, counts, first_tokens, finished, logprobs, version, *more = fields
     outputs = m.EngineCoreOutputs(
         rank_id=_unpack_rank_id(*rank_id),
         step=_checked(step, int),
@@ -207,7 +205,7 @@ def _unpack_outputs(fields: list[Any]) -> m.EngineCoreOutputs:
         first_tokens=_unpack_first_tokens(first_tokens),
         finished=_unpack_finished(finished),
         logprobs=_unpack_logprobs(logprobs),
-        weight_version=_checked(weight_version, int),
+        weight_version=_checked(version, int),
         prompt_logprobs=_unpack_prompt_logprobs(more[0]) if more and more[0] != {} else {},
         vectors=_unpack_vectors(more[1]) if len(more) > 1 else {},
     )

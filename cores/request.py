@@ -54,9 +54,8 @@ class Request:
     has_sampled: bool = False  # its first token from this engine is out
     order: int = 0  # arrival number in this engine; preemption keeps it
     queue_key: tuple[int, int] = (0, 0)  # place in every queue: (priority, order); the later one gives way
-    stop_ids: frozenset[int] = (
-        frozenset()
-    )  # EOS unless ignored, and `stop_token_ids`: masked until min_tokens, then they end it
+    # EOS unless ignored, and `stop_token_ids`: masked until min_tokens, then they end it.
+    stop_ids: frozenset[int] = frozenset()
     num_passed_over: int = 0  # requests that were admitted before it because their adapters had a slot, and its own did not
     # Log-probabilities of its prompt are still owed: until then what the prefix cache has must be computed all the same.
     needs_prompt_logprobs: bool = False

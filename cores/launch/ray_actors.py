@@ -66,9 +66,8 @@ from cores.words import counted
 logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 30.0
-PLACE_TIMEOUT_S = (
-    120.0  # a new worker process takes 1-2 s; the rest is for busy nodes, and resources that are about to become free
-)
+# A new worker process takes 1-2 s; the rest is for busy nodes, and resources that are about to become free.
+PLACE_TIMEOUT_S = 120.0
 ASK_TIMEOUT_S = 30.0  # Ray answers in milliseconds, on a machine that has some to spare
 LOOK_FOR_PLACE_S = 1.0  # between two looks for a node that has room
 SAY_NO_PLACE_S = 60.0  # between two lines in the log about it

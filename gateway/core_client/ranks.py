@@ -72,9 +72,8 @@ class Ranks:
         self._removed: dict[int, Rank] = {}  # a rank that gets their number counts on
         self._has_heard = False  # of the group, from the launcher
         self._last_eligible: set[m.RankId] = set()
-        self._early: dict[
-            int, tuple[bytes, m.EngineReady]
-        ] = {}  # first words of ranks that are not known yet, the latest of each
+        # First words of ranks that are not known yet, the latest of each.
+        self._early: dict[int, tuple[bytes, m.EngineReady]] = {}
         self._preparations: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()  # replaced by a new one at every change of a life
         self._closed = False
