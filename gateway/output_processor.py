@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cores.messages import EngineCoreOutputs, FinishReason, TokenLogprobs
 from cores.sampling_params import SamplingParams
 from gateway.errors import EngineGenerateError, GatewayError, OverloadedError
-from gateway.output_collector import OutputSink
 from gateway.output_statistics import FinishedRequest, OutputCounters, TokenTimes
 from gateway.outputs import CompletionOutput, RequestOutput
-from gateway.parallel_sampling import ParentRequest
 from gateway.request_state import RankStay, RequestState, RequestStream
 from gateway.tokenizer import Tokenizer
 
@@ -54,37 +52,12 @@ class OutputProcessor:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def add_request(
-        self,
-        *,
-        handle: int,
-        external_id: str,
-        internal_id: str,
-        prompt_text: str | None,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        sink: OutputSink,
-        parent: ParentRequest | None,
-        index: int,
-        arrival_s: float,
-        lora_name: str | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        tenant: str | None = None,
-    ) -> None:
-        """Registers one sequence; the children of one parent share its internal id and sink."""
+    def add_sequence(self, stream: RequestStream, *, handle: int, index: int, params: SamplingParams) -> None:
+        """Registers one sequence of a request, and the request with its first one."""
         assert handle not in self._states, f"handle {handle} is in use"
-        stream = self._streams.get(internal_id)
-        assert stream is None or (parent is not None and stream.parent is parent), f"internal id {internal_id!r} is in use"
-        if stream is None:
-            stream = RequestStream(
-                external_id, internal_id, prompt_text, prompt_token_ids, params.output_kind, sink, parent, arrival_s
-            )
-            stream.max_tokens = params.max_tokens
-            stream.lora_name = lora_name
-            stream.trace_headers = trace_headers
-            stream.tenant = tenant
-            self._streams[internal_id] = stream
-            self._internal_ids.setdefault(external_id, set()).add(internal_id)
+        known = self._streams.setdefault(stream.internal_id, stream)
+        assert known is stream, f"internal id {stream.internal_id!r} is in use"
+        self._internal_ids.setdefault(stream.external_id, set()).add(stream.internal_id)
         state = RequestState(handle, index, self._tokenizer, params, stream)
         self._states[handle] = stream.states[handle] = state
 

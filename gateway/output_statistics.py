@@ -77,7 +77,7 @@ class FinishedRequest:
             num_moves=stats.num_moves,
             trace_headers=stream.trace_headers,
             stays=tuple(stream.stays),
-            max_tokens=stream.max_tokens,
+            max_tokens=stream.params.max_tokens,
             num_longest_tokens=stream.longest,
         )
 

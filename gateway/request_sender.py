@@ -27,6 +27,7 @@ from gateway.lora_manager import LoraManager
 from gateway.output_collector import RequestOutputCollector
 from gateway.output_processor import OutputProcessor
 from gateway.parallel_sampling import ParentRequest
+from gateway.request_state import RequestStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,45 +146,36 @@ class RequestSender:
             priority=options.priority,
             lora_name=options.lora_name,
         )
-        collector = RequestOutputCollector(params.output_kind)
-        prompt_text = options.prompt_text or processed.prompt_text
         now = self._clock()
         deadline_s = None if options.timeout_s is None else now + options.timeout_s
-        self._send_all(SentRequest(request, routing, arrived_s=now, deadline_s=deadline_s), collector, options, prompt_text)
+        collector = RequestOutputCollector(params.output_kind)
+        stream = RequestStream(
+            external_id=options.request_id,
+            internal_id=request.request_id,
+            prompt=options.prompt_text or processed.prompt_text,
+            prompt_token_ids=processed.prompt_token_ids.copy(),
+            params=params,
+            sink=collector,
+            arrival_s=now,
+            parent=ParentRequest(request.request_id, params) if params.n > 1 else None,
+            lora_name=options.lora_name,
+            tenant=options.tenant,
+            trace_headers=options.trace_headers,
+        )
+        self._send_all(SentRequest(request, routing, arrived_s=now, deadline_s=deadline_s), stream)
         if self.on_sent is not None:
-            self.on_sent(request, prompt_text)
+            self.on_sent(request, stream.prompt)
         return request.request_id, collector
 
-    def _send_all(
-        self,
-        sent: SentRequest,
-        collector: RequestOutputCollector,
-        options: RequestOptions,
-        prompt_text: str | None,
-    ) -> None:
+    def _send_all(self, sent: SentRequest, stream: RequestStream) -> None:
         """Registers and sends all sequences of a request, or none. Must not be split by an await: see the module."""
-        request, params = sent.request, sent.request.sampling_params
-        parent = ParentRequest(request.request_id, params) if params.n > 1 else None
+        request, params, parent = sent.request, sent.request.sampling_params, stream.parent
         handles: list[int] = []
         try:
             for index in range(params.n):
                 handle = self._core_client.next_handle()
                 child_params = params if parent is None else parent.child_params(index)
-                self._outputs.add_request(
-                    handle=handle,
-                    external_id=options.request_id,
-                    internal_id=request.request_id,
-                    prompt_text=prompt_text,
-                    prompt_token_ids=list(request.prompt_token_ids),
-                    params=child_params,
-                    sink=collector,
-                    parent=parent,
-                    index=index,
-                    arrival_s=sent.arrived_s,
-                    lora_name=request.lora_name,
-                    trace_headers=options.trace_headers,
-                    tenant=options.tenant,
-                )
+                self._outputs.add_sequence(stream, handle=handle, index=index, params=child_params)
                 handles.append(handle)
                 child = dataclasses.replace(request, handle=handle, sampling_params=child_params)
                 self._failover.send(dataclasses.replace(sent, request=child))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cores.messages import Finished, FirstToken, TokenLogprobs
 from cores.sampling_params import RequestOutputKind, SamplingParams
@@ -27,43 +27,36 @@ class RankStay:
     until_s: float | None = None  # when the rank died; None: it ended there
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class RequestStream:
     """One request as its reader sees it: its sequences share a sink, statistics and one end."""
 
-    __slots__ = (
-        "external_id", "internal_id", "longest", "lora_name", "max_tokens", "num_open", "parent", "prompt", "prompt_logprobs",
-        "prompt_token_ids", "rank", "sink", "states", "stats", "stays", "tenant", "trace_headers", "waits_for_all",
-    )  # fmt: skip
+    external_id: str
+    internal_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams  # of the request; each of several sequences has its own
+    sink: OutputSink
+    arrival_s: float
+    parent: ParentRequest | None = None  # where there are several sequences
+    lora_name: str | None = None
+    tenant: str | None = None
+    trace_headers: Mapping[str, str] | None = None
+    rank: int | None = None
+    stays: list[RankStay] = field(default_factory=list)  # as they began; only where traces are made
+    states: dict[int, RequestState] = field(default_factory=dict)  # of sequences that have not ended, by handle
+    prompt_logprobs: PromptLogprobs | None = None  # as far as they have come, where they were asked for
+    longest: int = 0  # tokens of the longest sequence that has ended
+    num_open: int = field(init=False)  # sequences that have not ended
+    stats: RequestStats = field(init=False)
 
-    def __init__(
-        self,
-        external_id: str,
-        internal_id: str,
-        prompt: str | None,
-        prompt_token_ids: list[int],
-        output_kind: RequestOutputKind,
-        sink: OutputSink,
-        parent: ParentRequest | None,
-        arrival_s: float,
-    ) -> None:
-        self.external_id = external_id
-        self.internal_id = internal_id
-        self.prompt = prompt
-        self.prompt_token_ids = prompt_token_ids
-        self.sink = sink
-        self.parent = parent
-        self.waits_for_all = parent is not None and output_kind is RequestOutputKind.FINAL_ONLY
-        self.num_open = 1 if parent is None else parent.n  # sequences that have not ended
-        self.states: dict[int, RequestState] = {}  # of those, by handle
-        self.stats = RequestStats(arrival_s)
-        self.rank: int | None = None
-        self.stays: list[RankStay] = []  # as they began; only where traces are made
-        self.prompt_logprobs: PromptLogprobs | None = None  # as far as they have come, where they were asked for
-        self.longest = 0  # tokens of the longest sequence that has ended
-        self.max_tokens: int | None = None
-        self.lora_name: str | None = None
-        self.tenant: str | None = None
-        self.trace_headers: Mapping[str, str] | None = None
+    def __post_init__(self) -> None:
+        self.num_open = 1 if self.parent is None else self.parent.n
+        self.stats = RequestStats(self.arrival_s)
+
+    @property
+    def waits_for_all(self) -> bool:
+        return self.parent is not None and self.params.output_kind is RequestOutputKind.FINAL_ONLY
 
     def put(self, completion: CompletionOutput) -> None:
         """To the reader; a completion with a finish reason ends its sequence."""

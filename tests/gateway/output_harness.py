@@ -12,6 +12,7 @@ from cores.testing import make_tiny_tokenizer
 from gateway.output_processor import OutputProcessor, ProcessedOutputs
 from gateway.outputs import CompletionOutput, RequestOutput
 from gateway.parallel_sampling import ParentRequest
+from gateway.request_state import RequestStream
 from gateway.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(make_tiny_tokenizer())
@@ -84,21 +85,21 @@ def add_request(
     settings = SamplingParams(**{"output_kind": DELTA, "seed": 1, "max_tokens": 100} | params)
     internal_id = name or f"request-{handle}"
     parent = ParentRequest(internal_id, settings) if settings.n > 1 else None
+    stream = RequestStream(
+        external_id=external_id,
+        internal_id=internal_id,
+        prompt="the prompt",
+        prompt_token_ids=PROMPT,
+        params=settings,
+        sink=sink,
+        arrival_s=10.0,
+        parent=parent,
+        lora_name=lora_name,
+        tenant=tenant,
+    )
     for index in range(settings.n):
-        processor.add_request(
-            handle=handle + index,
-            external_id=external_id,
-            internal_id=internal_id,
-            prompt_text="the prompt",
-            prompt_token_ids=PROMPT,
-            params=parent.child_params(index) if parent else settings,
-            sink=sink,
-            parent=parent,
-            index=index,
-            arrival_s=10.0,
-            lora_name=lora_name,
-            tenant=tenant,
-        )
+        child_params = parent.child_params(index) if parent else settings
+        processor.add_sequence(stream, handle=handle + index, index=index, params=child_params)
     return sink
 
 

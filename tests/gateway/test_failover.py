@@ -16,6 +16,7 @@ from gateway.errors import EngineDeadError, OverloadedError
 from gateway.failover import Failover, continued
 from gateway.output_collector import RequestOutputCollector
 from gateway.output_processor import OutputProcessor
+from gateway.request_state import RequestStream
 from gateway.tokenizer import Tokenizer
 
 PROMPT = [10, 11, 12]
@@ -56,10 +57,11 @@ class Stage:
         self.failover = Failover(self.client, self.outputs, self.clock, is_enabled=is_enabled, max_wait_s=60.0)  # type: ignore[arg-type]
         self.collector = RequestOutputCollector(RequestOutputKind.DELTA)
         sampling = SamplingParams(max_tokens=50, seed=7, output_kind=RequestOutputKind.DELTA, **params)  # type: ignore[arg-type]
-        self.outputs.add_request(
-            handle=1, external_id="r", internal_id="r-1", prompt_text=None, prompt_token_ids=PROMPT, params=sampling,
-            sink=self.collector, parent=None, index=0, arrival_s=0.0,
+        stream = RequestStream(
+            external_id="r", internal_id="r-1", prompt=None, prompt_token_ids=PROMPT, params=sampling,
+            sink=self.collector, arrival_s=0.0,
         )  # fmt: skip
+        self.outputs.add_sequence(stream, handle=1, index=0, params=sampling)
         request = EngineCoreRequest(
             handle=1, request_id="r-1", prompt_token_ids=PROMPT, sampling_params=sampling, arrival_time_s=0.0,
             num_original_prompt_tokens=len(PROMPT),

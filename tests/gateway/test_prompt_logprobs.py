@@ -17,6 +17,7 @@ from gateway.output_collector import RequestOutputCollector
 from gateway.output_processor import OutputProcessor
 from gateway.outputs import CompletionOutput, RequestOutput, RequestStats
 from gateway.parallel_sampling import ParentRequest
+from gateway.request_state import RequestStream
 from gateway.server.answers import CHAT, COMPLETION, Answer, whole_answer
 from gateway.server.sse import StreamEncoder
 from gateway.tokenizer import Tokenizer
@@ -93,12 +94,13 @@ class Reader:
         self.collector = RequestOutputCollector(kind)
         params = SamplingParams(n=n, seed=1, output_kind=kind, prompt_logprobs=num_top)
         parent = ParentRequest("r", params) if n > 1 else None
+        stream = RequestStream(
+            external_id="r", internal_id="r", prompt=None, prompt_token_ids=PROMPT, params=params, sink=self.collector,
+            arrival_s=0.0, parent=parent,
+        )  # fmt: skip
         for index in range(n):
-            self.processor.add_request(
-                handle=index + 1, external_id="r", internal_id="r", prompt_text=None, prompt_token_ids=PROMPT,
-                params=params if parent is None else parent.child_params(index), sink=self.collector, parent=parent,
-                index=index, arrival_s=0.0,
-            )  # fmt: skip
+            child_params = params if parent is None else parent.child_params(index)
+            self.processor.add_sequence(stream, handle=index + 1, index=index, params=child_params)
 
     def feed(self, rows: list[tuple[int, str]], **extras: Any) -> RequestOutput | None:
         """Rows are (handle, text of the new token or nothing). What the reader finds."""

@@ -209,8 +209,8 @@ async def test_a_bug_in_output_processing_costs_one_request_of_sixteen(
         return broken
 
     # The bug is there before the first token is, so that no engine is too fast to meet it.
-    add = llm.output_processor.add_request
-    monkeypatch.setattr(llm.output_processor, "add_request", registers_and_breaks)
+    add = llm.output_processor.add_sequence
+    monkeypatch.setattr(llm.output_processor, "add_sequence", registers_and_breaks)
     readers = start_all()
     ends = await asyncio.wait_for(asyncio.gather(*readers, return_exceptions=True), DEADLINE_S)
     failed = ends.pop(5)
