@@ -10,6 +10,7 @@ from gateway.version import __version__
 
 if TYPE_CHECKING:
     from gateway.async_llm import AsyncLLM
+    from gateway.config import GatewayConfig
     from gateway.core_client import AsyncMPClient
 
 
@@ -38,6 +39,12 @@ def snapshot_of(llm: AsyncLLM, now: float, *, uptime_s: float, is_draining: bool
         max_loras=llm.config.engine.max_loras if llm.loras.is_enabled else 0,
         loras=llm.loras.statuses(llm.output_processor.count_by_lora),
     )
+
+
+def balancer_at_start(config: GatewayConfig) -> BalancerStatus:
+    """Before there are loads to tell of."""
+    policy = config.balancer.load_balancing_policy if len(config.parallel.ranks) > 1 else "none"
+    return BalancerStatus(policy=policy, dispatch=config.balancer.dispatch)
 
 
 def starting_snapshot(client: AsyncMPClient, model: str, *, now: float, started_s: float) -> StatusSnapshot:

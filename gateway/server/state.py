@@ -10,7 +10,9 @@ from pathlib import Path
 
 from aiohttp import web
 
+from gateway.client_status import balancer_at_start
 from gateway.config import GatewayConfig
+from gateway.core_client import core_client_class
 from gateway.engine_client import EngineClient
 from gateway.errors import InvalidRequestError, OverloadedError
 from gateway.front_end_board import FrontEndBoard, Posted, Report, whole_endpoint
@@ -94,10 +96,14 @@ class ServerState:
         if self.engine is not None:
             return self.engine.status()
         if self.starting_status is not None:
-            return self.starting_status()
-        uptime_s = time.monotonic() - self.started_s
+            return replace(self.starting_status(), balancer=balancer_at_start(self.config))
         return StatusSnapshot(
-            version=__version__, mode="", model=self.served_model_names[0], uptime_s=uptime_s, state="starting"
+            version=__version__,
+            mode=core_client_class(self.config).__name__,
+            model=self.served_model_names[0],
+            uptime_s=round(time.monotonic() - self.started_s, 3),
+            state="starting",
+            balancer=balancer_at_start(self.config),
         )
 
     @property

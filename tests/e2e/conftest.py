@@ -91,6 +91,10 @@ class Server:
             raise AssertionError("the server ended before it was ready:\n" + "".join(self.stderr[-30:]))
         return line
 
+    def rest_of_stdout(self) -> list[str]:
+        """All behind the ready lines, once the server has ended."""
+        return list(iter(self._stdout.get, None))
+
     def get(self, path: str, url: str | None = None) -> requests.Response:
         return requests.get((url or self.url) + path, timeout=ANSWER_TIMEOUT_S)
 

@@ -58,10 +58,13 @@ def check_responses(client: openai.OpenAI, model: str, chat: Any) -> None:
     assert events[-1].response.usage.output_tokens == 24
 
 
-def test_one_core(serve: Callable[..., Any], simulated: list[str]) -> None:
+def test_one_core_and_nothing_but_the_ready_line_is_on_stdout(serve: Callable[..., Any], simulated: list[str]) -> None:
     server = serve(*simulated)
-    assert "mode=AsyncMPClient  ranks=1" in server.ready_lines[0]
+    assert server.ready_lines == [f"gateway ready: {server.url}  mode=AsyncMPClient  ranks=1\n"]
     check_endpoint(server.url)
+    assert server.stop() == 0
+    assert server.rest_of_stdout() == []
+    assert any("rank 0 (epoch 1) is ready" in line for line in server.stderr)
 
 
 def test_internal_load_balancing(serve: Callable[..., Any], simulated: list[str]) -> None:
