@@ -21,6 +21,7 @@ from cores.config import ConfigError, EngineConfig
 from cores.loader import LoadedModel, device_name, free_memory_bytes, load_model
 from cores.request import Request
 from cores.runner.attention import MakeAttentionStep
+from cores.runner.cpu_kernels import CpuKernels, load_cpu_kernels
 from cores.runner.cpu_memory import keep_freed_memory
 from cores.runner.grammar import Grammars
 from cores.runner.input_batch import build_input_batch
@@ -79,8 +80,10 @@ class TorchModelRunner(TorchOperations):
             sampler = Sampler(loaded.vocab_size, loaded.device)
             grammars, features = self._load_grammars(loaded)
         weights = Weights(loaded, self._config.model)
-        lean = LeanDecoder(loaded.model) if self._can_be_lean(loaded) else None
-        self._parts = _Parts(loaded, weights, 0, None, sampler, loras, lean, grammars, _choose_attention(loaded))
+        kernels = load_cpu_kernels() if loaded.device.type == "cpu" and loaded.dtype is torch.bfloat16 else None
+        lean = LeanDecoder(loaded.model, kernels) if self._can_be_lean(loaded) else None
+        make_attention = _choose_attention(loaded, kernels)
+        self._parts = _Parts(loaded, weights, 0, None, sampler, loras, lean, grammars, make_attention)
         with contextlib.nullcontext() if loras is None else loras.watched():
             self._try_one_step(self._make_cache(1))
         num_kv_blocks = self._choose_num_kv_blocks(loaded)
@@ -256,7 +259,7 @@ class TorchModelRunner(TorchOperations):
             raise ConfigError(f"model is not supported: layers {silent} do not use softmax attention")
 
 
-def _choose_attention(loaded: LoadedModel) -> MakeAttentionStep:
+def _choose_attention(loaded: LoadedModel, kernels: CpuKernels | None) -> MakeAttentionStep:
     shape, kernel = loaded.kv_cache_shape, find_kernel()
     if kernel is not None and can_use_varlen(loaded.device, loaded.dtype, shape.head_dim):
         if shape.block_size % BLOCK_SIZE_MULTIPLE == 0:
@@ -266,4 +269,6 @@ def _choose_attention(loaded: LoadedModel) -> MakeAttentionStep:
             shape.block_size,
             BLOCK_SIZE_MULTIPLE,
         )
-    return partial(make_padded_attention, dtype=loaded.dtype)
+    if kernels is not None and not kernels.can_attend(head_dim=shape.head_dim, block_size=shape.block_size):
+        kernels = None
+    return partial(make_padded_attention, dtype=loaded.dtype, kernels=kernels)

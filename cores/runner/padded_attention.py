@@ -1,6 +1,7 @@
 """Attention with torch's own `scaled_dot_product_attention`: on any device, in any type. Knows no model.
 
-Decodes, one query token each, run as a few padded batches; so do short prefill chunks. Every long chunk runs alone.
+Decodes, one query token each, run as a few padded batches; so do short prefill chunks. Every long chunk runs alone. Where a CPU
+has kernels, decodes are not padded: see `cpu_kernels`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from cores.runner.cpu_kernels import CpuKernels
 from cores.runner.interface import ScheduledRequest, SchedulerOutput
 from cores.runner.paged_kv_cache import PagedKVCache
 
@@ -29,6 +31,22 @@ class DecodeGroup:
     rows: torch.Tensor | None  # [n] int64, positions in the row; None: the row's first n
     block_table: torch.Tensor  # [n, blocks] int64
     mask: torch.Tensor  # [n, 1, 1, blocks × block_size], 0 where visible and -inf elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class PagedDecodes:
+    """Decodes of any context length, the row's first n. Their K and V are read where they lie."""
+
+    kernels: CpuKernels
+    block_table: torch.Tensor  # [n, blocks] int64
+    lengths: torch.Tensor  # [n] int64
+
+    def attend(self, cache: PagedKVCache, layer: int, query: torch.Tensor, scaling: float | None) -> torch.Tensor:
+        """`query` [T, heads, head_dim] of the whole row."""
+        keys, values = cache.blocks(layer)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        query = query[: len(self.lengths)]
+        return self.kernels.decode_attention(query, keys, values, self.block_table, self.lengths, scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +75,26 @@ class PaddedAttention:
 
     cache: PagedKVCache
     slots: torch.Tensor  # [T] int64: where each token's K and V go
+    paged: PagedDecodes | None
     decodes: list[DecodeGroup]
     short_chunks: list[ShortChunkGroup]
     prefills: list[PrefillChunk]
 
     @property
-    def is_one_decode_group(self) -> bool:
-        return len(self.decodes) == 1 and not self.short_chunks and not self.prefills
+    def has_prefills(self) -> bool:
+        return bool(self.short_chunks or self.prefills)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
         self.cache.write(layer, self.slots, key, value)
-        if self.is_one_decode_group:
+        if self.paged is not None and not self.has_prefills:
+            return self.paged.attend(self.cache, layer, query, scaling)
+        if len(self.decodes) == 1 and not self.has_prefills:
             return _decode(self.decodes[0], self.cache, layer, query, scaling)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if self.paged is not None:
+            out[: len(self.paged.lengths)] = self.paged.attend(self.cache, layer, query, scaling)
         for group in self.decodes:
             if group.rows is None:
                 num_seqs = len(group.block_table)
@@ -139,10 +162,17 @@ def _prefill(
 
 
 def make_padded_attention(
-    batch: SchedulerOutput, cache: PagedKVCache, slots: torch.Tensor, *, dtype: torch.dtype
+    batch: SchedulerOutput,
+    cache: PagedKVCache,
+    slots: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    kernels: CpuKernels | None = None,
 ) -> PaddedAttention:
     maker = _Maker(cache, dtype, slots.device)
     decodes = batch.scheduled[: batch.num_decodes]
+    paged = maker.paged_decodes(decodes, kernels) if decodes and kernels is not None else None
+    groups = maker.decode_groups(decodes) if paged is None else []
     short, prefills, row = [], [], batch.num_decodes
     for scheduled in batch.scheduled[batch.num_decodes :]:
         if scheduled.num_tokens <= MAX_SHORT_CHUNK:
@@ -150,7 +180,7 @@ def make_padded_attention(
         else:
             prefills.append(maker.prefill_chunk(row, scheduled))
         row += scheduled.num_tokens
-    return PaddedAttention(cache, slots, maker.decode_groups(decodes), maker.short_chunk_groups(short), prefills)
+    return PaddedAttention(cache, slots, paged, groups, maker.short_chunk_groups(short), prefills)
 
 
 class _Maker:
@@ -161,6 +191,10 @@ class _Maker:
         self._block_size = cache.block_size
         self._dtype = dtype
         self._device = device
+
+    def paged_decodes(self, decodes: list[ScheduledRequest], kernels: CpuKernels) -> PagedDecodes:
+        table, _ = self._block_table(decodes)
+        return PagedDecodes(kernels, table, torch.tensor([s.request.num_computed_tokens + 1 for s in decodes]))
 
     def decode_groups(self, decodes: list[ScheduledRequest]) -> list[DecodeGroup]:
         by_size: dict[int, list[int]] = {}
