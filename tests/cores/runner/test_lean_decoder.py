@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from cores.runner import model_runner
 from cores.runner.lean_decoder import LeanDecoder
 from cores.runner.testing import make_tiny_llama
 from cores.testing import make_request
@@ -63,11 +64,17 @@ def test_in_float32_every_logit_is_that_of_the_models_own_code(name: str, tmp_pa
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("has_kernels", [True, False], ids=["kernels", "no compiler"])
 @pytest.mark.parametrize("name", MODELS)
-def test_in_bfloat16_logits_are_as_near_to_the_exact_ones_as_those_of_the_models_own_code(name: str, tmp_path: Path) -> None:
-    model = make_tiny_llama(tmp_path / name, **MODELS[name])
+def test_in_bfloat16_logits_are_as_near_to_the_exact_ones_as_those_of_the_models_own_code(
+    name: str, has_kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny_llama(tmp_path / name, head_dim=32, **MODELS[name])  # the least that the kernels take
     same_tokens = {"allowed_token_ids": [7]}  # whatever the logits say, so that each step has the same input
+    if not has_kernels:
+        monkeypatch.setattr(model_runner, "load_cpu_kernels", lambda: None)
     exact, lean = run(model, "float32", **same_tokens), run(model, "bfloat16", **same_tokens)
+    monkeypatch.setattr(model_runner, "load_cpu_kernels", lambda: None)
     with own_code():
         own = run(model, "bfloat16", **same_tokens)
     assert len(exact) == len(lean) == len(own) >= 8
