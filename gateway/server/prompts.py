@@ -11,6 +11,7 @@ from gateway.errors import InvalidRequestError
 from gateway.renderer import Renderer
 from gateway.server.schema import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 MAX_SEQUENCES = 2048  # of one request: a body of 60 kB can ask for a million, and none of them could be refused one by one
 
 
@@ -76,8 +77,23 @@ def render_messages(request: ChatCompletionRequest | TokenizeRequest, renderer: 
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         tools=request.tools,
-        chat_template_kwargs=request.chat_template_kwargs,
+        chat_template_kwargs=_template_kwargs(request),
     )
+
+
+def _template_kwargs(request: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any] | None:
+    """How much the model is to reason is for its template to say, which may know of a word or of a switch."""
+    effort = request.reasoning_effort
+    if effort is None:
+        return request.chat_template_kwargs
+    if effort not in REASONING_EFFORTS:
+        raise InvalidRequestError(
+            f"reasoning_effort must be one of {', '.join(REASONING_EFFORTS)}, got {effort!r:.80}", "reasoning_effort"
+        )
+    told: dict[str, Any] = {"reasoning_effort": effort}
+    if effort == "none":
+        told["enable_thinking"] = False
+    return told | (request.chat_template_kwargs or {})
 
 
 async def chat_prompt(request: ChatCompletionRequest | TokenizeRequest, engine: EngineClient) -> TokenizedPrompt:

@@ -116,6 +116,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, frozen=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -138,6 +139,7 @@ class TokenizeRequest(Struct, kw_only=True, frozen=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     tools: list[dict[str, Any]] | None = None
 
 

@@ -174,7 +174,7 @@ def _fixed(head: ResponseHead) -> dict[str, Any]:
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": None,
         "prompt_cache_key": request.prompt_cache_key,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
         "safety_identifier": request.safety_identifier,
         "service_tier": "default",
         "store": False,  # whatever was asked for: nothing is kept

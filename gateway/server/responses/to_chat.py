@@ -25,8 +25,9 @@ _RENAMED = {
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
 }
-_OLD_NAME = re.compile(r"\b(?:max_completion_tokens|max_tokens|response_format)\b|(?<=\])\.function(?=\.)")
+_OLD_NAME = re.compile(r"\b(?:max_completion_tokens|max_tokens|response_format|reasoning_effort)\b|(?<=\])\.function(?=\.)")
 
 
 def to_chat_request(request: ResponsesRequest) -> ChatCompletionRequest:
@@ -40,6 +41,7 @@ def to_chat_request(request: ResponsesRequest) -> ChatCompletionRequest:
         top_logprobs=request.top_logprobs if wants_logprobs else None,
         response_format=_response_format(request),
         chat_template_kwargs=request.chat_template_kwargs,
+        reasoning_effort=request.reasoning.effort if request.reasoning else None,
         tools=_tools(request),
         tool_choice=_tool_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
@@ -136,7 +138,7 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
     if request.text and request.text.verbosity not in (None, "medium"):
         _refuse("text.verbosity", request.text.verbosity, "'medium'")
     if request.reasoning:
-        for name in request.reasoning.__struct_fields__:
+        for name in ("summary", "generate_summary"):
             if (value := getattr(request.reasoning, name)) is not None:
                 _refuse(f"reasoning.{name}", value, "null")
 

@@ -356,7 +356,8 @@ def user(*parts: Any) -> list[dict[str, Any]]:
         ({"previous_response_id": "resp_1"}, "previous_response_id", "responses are not kept"),
         ({"conversation": {"id": "c"}}, "conversation", "responses are not kept"),
         ({"prompt": {"id": "p"}}, "prompt", "there are no stored prompts"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "'high' is not supported"),
+        ({"reasoning": {"effort": "a lot"}}, "reasoning.effort", "reasoning.effort must be one of none, minimal, low, medium"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary", "'auto' is not supported"),
     ],
 )  # fmt: skip
 async def test_a_bad_value_is_refused_by_name(serve: Any, fields: dict[str, Any], param: str, part: str) -> None:

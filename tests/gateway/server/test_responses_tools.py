@@ -159,6 +159,21 @@ async def test_turns_and_summaries_are_told_apart(serve: Any) -> None:
     assert third == said
 
 
+@pytest.mark.parametrize(
+    ("effort", "told"),
+    [("low", {"reasoning_effort": "low", "a": 1}), ("none", {"reasoning_effort": "none", "enable_thinking": False, "a": 1})],
+)
+async def test_how_much_to_reason_is_told_to_the_template(serve: Any, effort: str, told: dict[str, Any]) -> None:
+    served = await serve()
+    own = {"chat_template_kwargs": {"a": 1}}
+    _, body, _ = await served.post(PATH, {"input": "Hi", "reasoning": {"effort": effort}, **own})
+    assert body["reasoning"]["effort"] == effort
+    messages = [{"role": "user", "content": "Hi"}]
+    assert (await served.post("/v1/chat/completions", {"messages": messages, "reasoning_effort": effort, **own}))[0] == 200
+    assert (await served.post("/tokenize", {"messages": messages, "reasoning_effort": effort, **own}))[0] == 200
+    assert [rendered["chat_template_kwargs"] for rendered in served.engine.fake_renderer.rendered] == [told] * 3
+
+
 async def test_an_answer_that_is_cut_off_in_a_call_or_a_thought_has_an_incomplete_item(serve: Any) -> None:
     for text, items in (
         (TEXT[: TEXT.index("ern")], [*ITEMS[:2], ("function_call", "incomplete", '{"city": "B')]),
