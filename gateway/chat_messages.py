@@ -29,10 +29,10 @@ def normalise_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _normalise_message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise InvalidRequestError(f"{where} must be an object with a role and a content, got {_short(message)}", "messages")
+        raise InvalidRequestError(f"{where} must be an object with a role and a content, got {short(message)}", "messages")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise InvalidRequestError(f"{where}.role must be a name such as 'user', got {_short(role)}", "messages")
+        raise InvalidRequestError(f"{where}.role must be a name such as 'user', got {short(role)}", "messages")
     normal = message | {"content": content_text(f"{where}.content", message.get("content"))}
     if tool_calls := message.get("tool_calls"):
         normal["tool_calls"] = _normalise_tool_calls(f"{where}.tool_calls", tool_calls)
@@ -46,7 +46,7 @@ def content_text(where: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequestError(f"{where} must be text or a list of parts, got {_short(content)}", _field(where))
+        raise InvalidRequestError(f"{where} must be text or a list of parts, got {short(content)}", _field(where))
     return "\n".join(_part_text(f"{where}[{i}]", part) for i, part in enumerate(content))
 
 
@@ -54,33 +54,33 @@ def _part_text(where: str, part: Any) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
-        raise InvalidRequestError(f"{where} must be an object with a type, got {_short(part)}", _field(where))
+        raise InvalidRequestError(f"{where} must be an object with a type, got {short(part)}", _field(where))
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in _TEXT_FIELD:
-        what = f"{_MEDIA[kind]} input" if isinstance(kind, str) and kind in _MEDIA else f"type {_short(kind)}"
+        what = f"{_MEDIA[kind]} input" if isinstance(kind, str) and kind in _MEDIA else f"type {short(kind)}"
         raise InvalidRequestError(f"{where}: {what} is not supported; only text is", _field(where))
     text = part.get(_TEXT_FIELD[kind])
     if not isinstance(text, str):
-        raise InvalidRequestError(f"{where}.{_TEXT_FIELD[kind]} must be text, got {_short(text)}", _field(where))
+        raise InvalidRequestError(f"{where}.{_TEXT_FIELD[kind]} must be text, got {short(text)}", _field(where))
     return text
 
 
 def _normalise_tool_calls(where: str, tool_calls: Any) -> list[dict[str, Any]]:
     """OpenAI sends arguments as JSON text; templates want the object."""
     if not isinstance(tool_calls, list):
-        raise InvalidRequestError(f"{where} must be a list, got {_short(tool_calls)}", "messages")
+        raise InvalidRequestError(f"{where} must be a list, got {short(tool_calls)}", "messages")
     normal = []
     for i, call in enumerate(tool_calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
-            raise InvalidRequestError(f"{where}[{i}] must be an object with a function, got {_short(call)}", "messages")
+            raise InvalidRequestError(f"{where}[{i}] must be an object with a function, got {short(call)}", "messages")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments) if arguments else {}
             except (ValueError, RecursionError):
                 raise InvalidRequestError(
-                    f"{where}[{i}].function.arguments must be JSON, got {_short(arguments)}", "messages"
+                    f"{where}[{i}].function.arguments must be JSON, got {short(arguments)}", "messages"
                 ) from None
         normal.append(call | {"function": function | {"arguments": arguments}})
     return normal
@@ -90,7 +90,10 @@ def _field(where: str) -> str:
     return where.partition("[")[0]
 
 
-def _short(value: Any) -> str:
-    """For a message: clients send whole books in the wrong place."""
-    text = repr(value)
+def short(value: Any) -> str:
+    """For a message: clients send whole books in the wrong place, or lists of any depth."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} of great depth"
     return text if len(text) <= 80 else text[:77] + "..."

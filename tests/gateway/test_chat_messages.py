@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -61,3 +62,11 @@ def test_complaints_name_the_place(messages: list[Any], message: str) -> None:
         normalise_messages(messages)
     assert caught.value.param == "messages"
     assert len(str(caught.value)) < 200
+
+
+def test_content_of_any_depth_is_refused_in_words() -> None:
+    content: list[Any] = []
+    for _ in range(2 * sys.getrecursionlimit()):
+        content = [content]
+    with pytest.raises(InvalidRequestError, match="got a list of great depth"):
+        normalise_messages(user(content))

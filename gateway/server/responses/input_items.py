@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from gateway.chat_messages import content_text
+from gateway.chat_messages import content_text, short
 from gateway.errors import InvalidRequestError
 
 # Templates know "system" for what OpenAI calls "developer".
@@ -39,7 +39,7 @@ def _message(where: str, item: dict[str, Any]) -> Message | None:
             call_id, output = _text(where, item, "call_id"), _required(where, item, "output")
             return {"role": "tool", "tool_call_id": call_id, "content": content_text(f"{where}.output", output)}
     raise InvalidRequestError(
-        f"{where}.type must be 'message', 'reasoning', 'function_call' or 'function_call_output', got {kind!r:.80}", "input"
+        f"{where}.type must be 'message', 'reasoning', 'function_call' or 'function_call_output', got {short(kind)}", "input"
     )
 
 
@@ -60,7 +60,7 @@ def _both_call(last: Message, message: Message) -> bool:
 def _said(where: str, item: dict[str, Any]) -> Message:
     role = item.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise InvalidRequestError(f"{where}.role must be one of {', '.join(_ROLES)}, got {role!r:.80}", "input")
+        raise InvalidRequestError(f"{where}.role must be one of {', '.join(_ROLES)}, got {short(role)}", "input")
     return {"role": _ROLES[role], "content": content_text(f"{where}.content", _required(where, item, "content"))}
 
 
@@ -89,7 +89,7 @@ def _call(where: str, item: dict[str, Any]) -> Message:
 def _text(where: str, item: dict[str, Any], name: str) -> str:
     value = _required(where, item, name)
     if not isinstance(value, str):
-        raise InvalidRequestError(f"{where}.{name} must be text, got {value!r:.80}", "input")
+        raise InvalidRequestError(f"{where}.{name} must be text, got {short(value)}", "input")
     return value
 
 

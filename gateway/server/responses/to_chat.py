@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from cores.sampling_params import InvalidParameterError
-from gateway.chat_messages import MAX_MESSAGES
+from gateway.chat_messages import MAX_MESSAGES, short
 from gateway.errors import InvalidRequestError
 from gateway.server.responses.input_items import to_messages
 from gateway.server.responses.schema import ResponsesRequest, TextFormat
@@ -144,4 +144,4 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
 
 
 def _refuse(name: str, value: Any, allowed: str) -> NoReturn:
-    raise InvalidRequestError(f"{name} {value!r:.80} is not supported; allowed: {allowed}", name)
+    raise InvalidRequestError(f"{name} {short(value)} is not supported; allowed: {allowed}", name)
