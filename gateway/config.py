@@ -29,6 +29,9 @@ class ServerConfig:
     uds: str | None = opt(None, "Unix socket to listen on instead of host and port")
     served_model_name: tuple[str, ...] = opt((), "names accepted in `model`; default: the directory's name")
     api_key: tuple[str, ...] = opt((), "bearer tokens; without any, no authentication; also GATEWAY_API_KEY")
+    allowed_origins: tuple[str, ...] = opt(
+        (), "web pages that may ask from a browser (CORS), as https://chat.example.com; * for all; default: none"
+    )
     ssl_certfile: str | None = opt(None, "TLS certificate, PEM")
     ssl_keyfile: str | None = opt(None, "TLS key, PEM")
     chat_template: str | None = opt(None, "file with a Jinja chat template; default: the model's own")
@@ -67,6 +70,9 @@ class ServerConfig:
         ):
             if not all(text.strip() for text in texts):
                 raise ConfigError(f"{flag} must not be empty")
+        for origin in self.allowed_origins:
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+                raise ConfigError(f"--allowed-origins takes SCHEME://HOST[:PORT] without a path, or *, got {origin!r}")
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together")
         if not re.fullmatch(r"([a-zA-Z_:][a-zA-Z0-9_:]*)?", self.metrics_prefix):

@@ -12,6 +12,7 @@ from aiohttp.typedefs import Handler
 from gateway.config import ConfigError, ServerConfig
 from gateway.metrics import CLIENT_LEFT
 from gateway.server.connection import Connection, refuse_early
+from gateway.server.cross_origin import add_origin
 from gateway.server.edge import add_headers, caller_trace_headers, edge
 from gateway.server.routes import (
     admin,
@@ -42,12 +43,13 @@ def create_app(state: ServerState) -> web.Application:
     if state.config.server.dev_mode:
         app.add_routes(development.routes)
     app.on_response_prepare.append(add_headers)
+    app.on_response_prepare.append(add_origin)
     return app
 
 
 @web.middleware
 async def count_answers(request: web.Request, handler: Handler) -> web.StreamResponse:
-    if request.path not in INFERENCE_PATHS:
+    if request.path not in INFERENCE_PATHS or request.method == "OPTIONS":
         return await handler(request)
     answers = request.app[STATE].metrics.answers
     try:

@@ -10,6 +10,7 @@ from aiohttp import ClientConnectionResetError, web
 from aiohttp.typedefs import Handler
 
 from gateway.errors import InvalidRequestError, OverloadedError
+from gateway.server.cross_origin import preflight
 from gateway.server.failure import Failure, to_failure
 from gateway.server.last_answer import LastAnswer
 from gateway.server.orca import FORMAT_HEADER, METRICS_HEADER, known_format
@@ -31,6 +32,8 @@ async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
     busy_connections.add(request.protocol)
     try:
         request[REQUEST_ID] = _request_id(request)
+        if (answer := preflight(request)) is not None:
+            return answer
         _authorize(request)
         if (load_format := request.headers.get(FORMAT_HEADER)) is not None:
             request[LOAD_FORMAT] = known_format(load_format)
