@@ -22,21 +22,20 @@ from typing import Any
 from cores.messages import RankId
 from cores.pooling_params import PoolingParams
 from cores.sampling_params import SamplingParams, is_int
-from gateway.admission import Admission, OneFrontEnd, Usage, UsageSlots
+from gateway.admission import Admission, Usage
 from gateway.client_status import snapshot_of
 from gateway.config import GatewayConfig
 from gateway.core_client import AsyncMPClient, make_async_mp_client
 from gateway.core_client.base import FrontEndPlace
+from gateway.endpoint_stores import EndpointStores
 from gateway.engine_client import EngineClient, ModelConfig, Prompt, PromptPieces
 from gateway.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from gateway.failover import Failover
 from gateway.grammar_checker import GrammarChecker
-from gateway.group_settings import GroupStore
 from gateway.input_processor import InputProcessor, ProcessedInput, add_special_tokens
 from gateway.input_session import InputSession
 from gateway.loop_lag import LoopLag
 from gateway.lora_manager import LoraManager
-from gateway.lora_store import LoraStore, OwnLoraStore
 from gateway.models import with_absolute_paths
 from gateway.operations import UTILITY_TIMEOUT_S
 from gateway.output_collector import RequestOutputCollector
@@ -46,7 +45,6 @@ from gateway.outputs import PoolingRequestOutput, RequestOutput, to_pooling_outp
 from gateway.renderer import Renderer
 from gateway.request_logger import RequestLogger
 from gateway.request_sender import RequestOptions, RequestSender
-from gateway.shared_value import OwnValue
 from gateway.stat_loggers import LogLine, StatLoggerFactory, StatLoggers, make_tracer
 from gateway.status import StatusSnapshot
 
@@ -65,9 +63,7 @@ class AsyncLLM(EngineClient):
         renderer: Renderer,
         core_client: AsyncMPClient,
         *,
-        slots: UsageSlots | None = None,
-        lora_store: LoraStore | None = None,
-        group_store: GroupStore | None = None,
+        stores: EndpointStores | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -90,11 +86,12 @@ class AsyncLLM(EngineClient):
         self._draining = False
         self._stopped = False
         self._ending: asyncio.Task[None] | None = None
-        self.admission = Admission(config.admission, slots or OneFrontEnd())
-        self.group = group_store or OwnValue()
+        stores = stores or EndpointStores()
+        self.admission = Admission(config.admission, stores.slots)
+        self.group = stores.group
         self.loras: LoraManager = LoraManager(
             core_client,
-            lora_store or OwnLoraStore(),
+            stores.loras,
             config.server.served_model_name or (model_config.name,),
             is_enabled=config.engine.enable_lora,
         )
@@ -115,19 +112,16 @@ class AsyncLLM(EngineClient):
         config: GatewayConfig,
         place: FrontEndPlace | None = None,
         on_shutdown: Callable[[float], None] | None = None,
-        slots: UsageSlots | None = None,
-        lora_store: LoraStore | None = None,
-        group_store: GroupStore | None = None,
+        stores: EndpointStores | None = None,
         stat_loggers: Sequence[StatLoggerFactory] = (),
         on_core_client: Callable[[AsyncMPClient], None] = lambda core_client: None,
     ) -> AsyncLLM:
         """An engine client whose ranks are all ready.
 
         Without a `place` (in a user's script) it starts the launcher and its engine cores as children, which end with it.
-        `on_shutdown` is called with a time in seconds when the launcher wants the front end to drain; `slots`, `lora_store` and
-        `group_store` are where several front ends see each other's usage, adapters and operations. `stat_loggers` make loggers
-        that get statistics, besides those that are installed as plug-ins. `on_core_client` is told who waits for the ranks,
-        before it does.
+        `on_shutdown` is called with a time in seconds when the launcher wants the front end to drain. `stat_loggers` make
+        loggers that get statistics, besides those that are installed as plug-ins. `on_core_client` is told who waits for the
+        ranks, before it does.
 
         Raises `ConfigError` for a setting or model directory that cannot be used, `EngineDeadError` with the engine's own cause
         when a rank does not start.
@@ -149,7 +143,7 @@ class AsyncLLM(EngineClient):
             on_core_client(core_client)
             await core_client.start()
             model_config = ModelConfig.of(config, core_client.ready_messages)
-            llm = cls(config, model_config, renderer, core_client, slots=slots, lora_store=lora_store, group_store=group_store)
+            llm = cls(config, model_config, renderer, core_client, stores=stores)
             llm._own_run_directory, llm._started_s = own_run_directory, started_s
             undo.pop_all()  # from here on they are the client's to close
         try:

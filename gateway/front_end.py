@@ -29,19 +29,16 @@ from cores.launch.child_process import end_with_parent, read_task
 from cores.log import set_up_logging
 from cores.log_queue import unblock_stderr
 from cores.words import counted
-from gateway.admission import OneFrontEnd, SharedSlots, UsageSlots
 from gateway.async_llm import AsyncLLM
 from gateway.client_status import starting_snapshot
 from gateway.config import ConfigError, GatewayConfig
 from gateway.core_client import AsyncMPClient
 from gateway.core_client.base import FrontEndPlace
+from gateway.endpoint_stores import EndpointStores
 from gateway.errors import GatewayError
 from gateway.front_end_board import PUBLISH_INTERVAL_S, FrontEndBoard
-from gateway.group_settings import GroupSettings, GroupStore
-from gateway.lora_store import SharedLoraStore
 from gateway.server.app import RunningServer, run_server
 from gateway.server.state import ServerState
-from gateway.shared_value import SharedValue
 
 logger = logging.getLogger("gateway.front_end")  # this file runs as __main__
 
@@ -58,11 +55,8 @@ class FrontEnd:
         self.config = config
         self.place = place
         num_front_ends = config.server.api_server_count
-        self.shared_directory = shared_directory
         self.board = FrontEndBoard(shared_directory, place.index, num_front_ends)
-        self.slots: UsageSlots = (
-            OneFrontEnd() if num_front_ends == 1 else SharedSlots(shared_directory / "admission", place.index, num_front_ends)
-        )
+        self.stores = EndpointStores.in_directory(shared_directory, place.index, num_front_ends)
         self.state = ServerState(config, board=self.board)
         self.shutdown_ordered: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
@@ -88,10 +82,8 @@ class FrontEnd:
         return await self._serve(llm, server or await run_server(self.state, listener))
 
     async def _make_llm(self) -> AsyncLLM:
-        loras = SharedLoraStore(self.shared_directory / "loras.json")
-        group: GroupStore = SharedValue(self.shared_directory / "group.json", GroupSettings)
         return await AsyncLLM.from_config(
-            self.config, self.place, self.order_shutdown, self.slots, loras, group, on_core_client=self._show_start
+            self.config, self.place, self.order_shutdown, self.stores, on_core_client=self._show_start
         )
 
     def _show_start(self, core_client: AsyncMPClient) -> None:
