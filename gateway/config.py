@@ -123,10 +123,12 @@ class ParallelConfig:
         "how ranks and front ends reach each other: ipc needs them on one node, tcp spreads ranks over a Ray cluster's nodes,"
         " with CURVE; auto: tcp in a cluster that was joined with --ray-address, if this endpoint has all ranks",
     )
-    ray_address: str | None = opt(None, "Ray cluster to join; default: RAY_ADDRESS, else an embedded one")
+    ray_address: str | None = opt(None, "Ray cluster to join, or `local`; default: RAY_ADDRESS, else an embedded one")
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.ray_address == "local":  # Ray's word for a cluster of one's own
+            object.__setattr__(self, "ray_address", None)
         if self.data_parallel_rank is not None and self.data_parallel_rank >= self.data_parallel_size:
             raise ConfigError(
                 f"--data-parallel-rank must be below --data-parallel-size ({self.data_parallel_size}),"

@@ -124,6 +124,11 @@ def test_yaml_takes_dashes_underscores_aliases_and_negations(tmp_path: Path) -> 
     assert config.engine.simulated.step_ms == 4.0
 
 
+def test_rays_word_for_a_cluster_of_its_own_is_an_embedded_one() -> None:
+    assert parse(environment={"RAY_ADDRESS": "local"}).parallel.ray_address is None
+    assert parse("--ray-address", "local", environment={"RAY_ADDRESS": "10.0.0.1:6379"}).parallel.ray_address is None
+
+
 def test_null_in_a_file_is_none_where_none_is_the_default(tmp_path: Path) -> None:
     file = write(tmp_path, "uds: null\nmax-model-len:\napi-key: ~\n")
     config = parse("--config", file, environment={"GATEWAY_API_KEY": "env"})
