@@ -77,11 +77,14 @@ class EngineConfig:
     """One engine core. None means: found out from the model or the machine when the engine starts."""
 
     model: str = opt("", "Hugging Face style directory, or a name that `gateway models` knows")
-    engine: Literal["torch", "simulated"] = opt("torch", "what runs inside a core")
+    engine: Literal["torch", "simulated", "vllm"] = opt("torch", "what runs inside a core")
     runner: Literal["auto", "generate", "pooling"] = opt("auto", "text or embeddings; auto: what the model was made for")
     simulated: SimulatedConfig = field(
         default_factory=SimulatedConfig,
         metadata={"help": "cost model of the simulated engine: step_ms, prefill_us, seq_us, ctx_ns"},
+    )
+    vllm_args: tuple[str, ...] = opt(
+        (), "engine arguments of vLLM that have no flag here, as its EngineArgs names them (--engine vllm)", metavar="KEY=VALUE"
     )
     device: Literal["auto", "cpu", "cuda"] = opt("auto", "where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = opt("auto", "of weights and KV cache; auto: the model's own")
@@ -109,10 +112,21 @@ class EngineConfig:
         if self.lora_modules and not self.enable_lora:
             raise ConfigError("--lora-modules needs --enable-lora")
         parse_lora_modules(self.lora_modules)
+        self._check_vllm()
         if self.profile_dir is not None:  # engines may run with another working directory than the user's
             object.__setattr__(self, "profile_dir", os.path.abspath(self.profile_dir))
         if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError("--num-kv-blocks and --kv-cache-memory-bytes exclude each other")
+
+    def _check_vllm(self) -> None:
+        if self.vllm_args and self.engine != "vllm":
+            raise ConfigError(f"--vllm-args needs --engine vllm, got --engine {self.engine}")
+        if self.engine != "vllm":
+            return
+        if self.runner == "pooling":
+            raise ConfigError("--runner pooling: --engine vllm serves text only, use --engine torch")
+        if self.enable_lora:
+            raise ConfigError("--enable-lora: --engine vllm serves no adapters, use --engine torch")
 
 
 def parse_lora_modules(words: tuple[str, ...]) -> dict[str, str]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 
 from cores.cache_watch import CacheWatch
 from cores.config import EngineConfig
-from cores.kv_cache_manager import KVCacheManager
 from cores.lora import LoraError
 from cores.lora_operations import LoraOperations
 from cores.messages import (
@@ -26,57 +25,54 @@ from cores.messages import (
 )
 from cores.operations import Operations
 from cores.request import Request
-from cores.runner.interface import ModelInfo, ModelRunner
+from cores.runner.interface import ModelInfo, ModelRunner, RunnerOperations
 from cores.sampling_params import InvalidParameterError
-from cores.scheduler import RequestUpdate, Scheduler, SchedulerConfig
+from cores.scheduler import RequestUpdate
+from cores.step_engine import HostedEngine, StepEngine, make_step_engine
 from cores.step_times import StepTimes
 from cores.utilities import Utilities
 
 logger = logging.getLogger(__name__)
 
-MAX_PROMPT_LOGITS = 2**26  # of one step, for log-probabilities of prompts: 256 MiB of float32
-
 
 class EngineCore:
-    """Scheduler and runner of one rank. All methods are called from one thread."""
+    """Requests and steps of one rank. All methods are called from one thread."""
 
     def __init__(
-        self, rank_id: RankId, config: EngineConfig, info: ModelInfo, runner: ModelRunner, clock: Callable[[], float]
+        self,
+        rank_id: RankId,
+        config: EngineConfig,
+        info: ModelInfo,
+        runner: ModelRunner | HostedEngine,
+        clock: Callable[[], float],
     ) -> None:
-        """`runner` is loaded, and `info` is what its `load` returned."""
+        """`runner` is loaded, and `info` is what it turned out to be."""
+        if isinstance(runner, HostedEngine):
+            engine: StepEngine = runner.engine
+            operations: RunnerOperations = runner.operations
+        else:
+            engine, operations = make_step_engine(config, info, runner), runner
         self.rank_id = rank_id
         self.info = info
         self.step_count = 0
         self.command_seqs: dict[int, int] = {}  # by front end: its highest command applied
-        self._runner = runner
+        self._runner = operations
         self._clock = clock
-        max_loras = config.max_loras if config.enable_lora else 0
-        kv_cache = KVCacheManager(info.num_kv_blocks, info.block_size, config.enable_prefix_caching)
-        self._scheduler = Scheduler(
-            SchedulerConfig(
-                max_model_len=info.max_model_len,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_num_prompt_logprobs=max(16, MAX_PROMPT_LOGITS // info.vocab_size),
-                policy=config.scheduling_policy,
-                max_loras=max_loras,
-                whole_prompts=info.needs_whole_prompts,
-            ),
-            kv_cache,
-        )
-        self.loras = LoraOperations(runner, self._scheduler, max_loras)
-        self.cache_watch = CacheWatch(rank_id, kv_cache.record_changes, kv_cache.cached_landmarks)
+        self._engine = engine
+        self.loras = LoraOperations(operations, engine, config.max_loras if config.enable_lora else 0)
+        self.cache_watch = CacheWatch(rank_id, engine.record_cache_changes, engine.cached_landmarks)
         self._times = StepTimes(decodes="generate" in info.supported_tasks)
         self._ended: list[tuple[int, int, Finished]] = []  # (client, handle, how) of requests that ended outside a step
         self.operations = Operations(
-            rank_id, self._scheduler, runner, self.abort_all, lambda: self.has_requests or bool(self._ended), config.profile_dir
-        )
+            rank_id, engine, operations, self.abort_all, lambda: self.has_requests or bool(self._ended),
+            config.profile_dir, info.no_sleep,
+        )  # fmt: skip
         self._utilities = Utilities(rank_id, self, self.operations, self.loras)
 
     @property
     def max_model_len(self) -> int:
         """Of the model, or of the KV cache where that is smaller."""
-        return self._scheduler.max_model_len
+        return self._engine.max_model_len
 
     @property
     def has_work(self) -> bool:
@@ -86,11 +82,11 @@ class EngineCore:
     @property
     def has_requests(self) -> bool:
         """Also while they stand still."""
-        return self._scheduler.has_work
+        return self._engine.has_work
 
     @property
     def _can_compute(self) -> bool:
-        return self._scheduler.has_work and not self.operations.standstill.is_frozen
+        return self._engine.has_work and not self.operations.standstill.is_frozen
 
     @property
     def state(self) -> EngineState:
@@ -98,10 +94,10 @@ class EngineCore:
 
     def load(self) -> RankLoad:
         times = self._times
-        return self._scheduler.load(times.step_ms, times.prefill_tokens_per_s, times.decode_tokens_per_s)
+        return self._engine.load(times.step_ms, times.prefill_tokens_per_s, times.decode_tokens_per_s)
 
     def stats(self) -> SchedulerStats:
-        return self._scheduler.stats()
+        return self._engine.stats()
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
@@ -111,7 +107,7 @@ class EngineCore:
 
     def add_request(self, client: int, request: EngineCoreRequest) -> None:
         """Queues a request. One that cannot be served ends with the next step's outputs, with an error that says why."""
-        if (client, request.handle) in self._scheduler:
+        if (client, request.handle) in self._engine:
             logger.warning("front end %d uses handle %d twice; the second request is ignored", client, request.handle)
             return
         if self.operations.standstill.is_closed:  # its front end cannot have known yet
@@ -127,7 +123,7 @@ class EngineCore:
             self._ended.append((client, request.handle, Finished(FinishReason.ERROR, error=error)))
             return
         queued = Request.from_engine_core_request(client, request, self.max_model_len, self.info.eos_token_ids, lora_id)
-        finished = self._scheduler.add_request(queued, self._clock())
+        finished = self._engine.add_request(queued, self._clock())
         if finished is not None:
             self._ended.append((client, request.handle, finished))
 
@@ -157,18 +153,18 @@ class EngineCore:
     def abort_requests(self, client: int, handles: Iterable[int]) -> None:
         """Forgets these requests, without a final output: their front end asked for it. Unknown handles are no-ops."""
         for handle in handles:
-            self._scheduler.abort((client, handle))
+            self._engine.abort((client, handle))
 
     def abort_all(self, client: int | None = None) -> None:
         """Ends all requests (of one front end) as aborted; each gets its final output with the next step."""
-        for key in self._scheduler.request_keys():
+        for key in self._engine.request_keys():
             if client is None or key[0] == client:
-                self._scheduler.abort(key)
+                self._engine.abort(key)
                 self.refuse_request(*key)
 
     def forget_client(self, client: int) -> None:
         """The front end is gone: its requests end without a word, and its successor counts commands and handles from 1."""
-        self.abort_requests(client, [key[1] for key in self._scheduler.request_keys() if key[0] == client])
+        self.abort_requests(client, [key[1] for key in self._engine.request_keys() if key[0] == client])
         self._ended = [ended for ended in self._ended if ended[0] != client]
         self.command_seqs.pop(client, None)
         self._utilities.forget_client(client)
@@ -189,10 +185,9 @@ class EngineCore:
         updates: list[RequestUpdate] = []
         if self._can_compute:
             start = self._clock()
-            batch = self._scheduler.schedule(start)
-            updates = self._scheduler.update(batch, self._runner.execute(batch))
+            updates, num_prefill_tokens, num_decodes = self._engine.step(start)
             self.step_count += 1
-            self._times.add(self._clock() - start, batch.num_tokens - batch.num_decodes, batch.num_decodes)
+            self._times.add(self._clock() - start, num_prefill_tokens, num_decodes)
             self.loras.drop_unused()
         return self._make_outputs(updates)
 
@@ -236,7 +231,7 @@ class EngineCore:
         self._runner.shutdown()
 
     def check_invariants(self) -> None:
-        self._scheduler.check_invariants()
+        self._engine.check_invariants()
         self.loras.check_invariants()
         self.operations.standstill.check_invariants()
 

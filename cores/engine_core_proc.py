@@ -13,18 +13,17 @@ touches no signal handlers and works in any thread (a Ray actor's); `main` adds 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import queue
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from types import FrameType
+from typing import NoReturn
 
 import zmq
 
@@ -37,31 +36,32 @@ from cores.engine_loop import EngineLoop, Inbound, LastWords, Outbound
 from cores.engine_sockets import LAUNCHER_TIMEOUT_S, LINGER_S, InputThread, OutputThread, Socket, ZmqSockets
 from cores.launch.child_process import end_with_parent, read_task
 from cores.log import set_up_logging
-from cores.log_queue import unblock_stderr
+from cores.log_queue import drain_stderr, unblock_stderr
 from cores.messages import EngineCoreDead, EngineReady, RankId
-from cores.runner.interface import ModelRunner
 
 logger = logging.getLogger(__name__)
 
 
-def make_runner(launch: EngineLaunch) -> ModelRunner:
-    """What computes. Imported only when chosen: torch takes seconds and 200 MB, and the simulated engine needs none of it."""
-    if launch.config.engine == "simulated":
+def load_core(launch: EngineLaunch, report: Callable[[float], None], clock: Callable[[], float]) -> EngineCore:
+    """What computes, loaded; `report` is told how much of the weights is there. Imported only when chosen: torch takes seconds
+    and 200 MB, and the simulated engine needs none of it."""
+    rank_id, config = RankId(launch.rank, launch.epoch), launch.config
+    if config.engine == "vllm":
+        from cores.vllm_loader import load_vllm
+
+        return EngineCore(rank_id, config, *load_vllm(config, launch.num_threads), clock)
+    if config.engine == "simulated":
         from cores.runner.simulated import SimulatedModelRunner
 
-        return SimulatedModelRunner(launch.config, RankId(launch.rank, launch.epoch))
+        simulated = SimulatedModelRunner(config, rank_id)
+        return EngineCore(rank_id, config, simulated.load(), simulated, clock)
+    from cores.runner.load_progress import watched_loading
     from cores.runner.torch_runner import make_torch_runner
 
-    return make_torch_runner(launch.config, launch.num_threads)
-
-
-def watched_loading(launch: EngineLaunch, report: Callable[[float], None]) -> contextlib.AbstractContextManager[None]:
-    """Tells how much of the weights is loaded inside. The simulated engine has none."""
-    if launch.config.engine == "simulated":
-        return contextlib.nullcontext()
-    from cores.runner.load_progress import watched_loading
-
-    return watched_loading(report)
+    runner = make_torch_runner(config, launch.num_threads)
+    with watched_loading(report):
+        info = runner.load()
+    return EngineCore(rank_id, config, info, runner, clock)
 
 
 def run_engine_core(launch: EngineLaunch) -> int:
@@ -107,10 +107,7 @@ class EngineCoreProc:
         """Returns after an orderly end. Whatever it raises is the cause of death."""
         launch = self._launch
         control.send(encode(EngineStarting(self._rank_id, os.getpid(), f"loading {launch.config.model}")), zmq.NOBLOCK)
-        runner = make_runner(launch)
-        with watched_loading(launch, lambda progress: self._tell_progress(control, progress)):
-            info = runner.load()
-        core = EngineCore(self._rank_id, launch.config, info, runner, self._clock)
+        core = load_core(launch, lambda progress: self._tell_progress(control, progress), self._clock)
         core.loras.load_modules(launch.config.lora_modules)
         loop = EngineLoop(core, self._inbox, self._outbox, self._clock)
         self.is_loading = False
@@ -195,5 +192,12 @@ def main() -> int:
     return proc.run()
 
 
+def end(code: int) -> NoReturn:
+    """Without the interpreter's clean-up: all is said and sent by now. With vLLM in it that took 8 s on a busy machine, and
+    whoever waits for a rank's end waits for all of it."""
+    drain_stderr()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

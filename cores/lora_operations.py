@@ -6,16 +6,16 @@ from typing import Any
 
 from cores.config import ConfigError, parse_lora_modules
 from cores.lora import LoraAdapters, LoraError, LoraHolder, LoraNotFoundError
-from cores.scheduler import Scheduler
+from cores.step_engine import StepEngine
 from cores.utilities import utility
 
 
 class LoraOperations:
     """`max_loras` = 0: the engine serves none. All methods are called from the thread that steps the engine."""
 
-    def __init__(self, holder: LoraHolder, scheduler: Scheduler, max_loras: int) -> None:
+    def __init__(self, holder: LoraHolder, engine: StepEngine, max_loras: int) -> None:
         self._adapters = LoraAdapters(holder, max_loras)
-        self._scheduler = scheduler
+        self._engine = engine
 
     def load_modules(self, words: tuple[str, ...]) -> None:
         """The adapters that are there from the start, as `--lora-modules` names them. Raises `ConfigError`."""
@@ -70,13 +70,13 @@ class LoraOperations:
         return missing
 
     def _on_change(self) -> None:
-        self._scheduler.loras.pinned = self._adapters.pinned
+        self._engine.loras.pinned = self._adapters.pinned
         self.drop_unused()
 
     def drop_unused(self) -> None:
         """After every step: what lost its name while requests used it."""
         if self._adapters.unnamed:
-            self._adapters.drop_unused(self._scheduler.lora_ids())
+            self._adapters.drop_unused(self._engine.lora_ids())
 
     def check_invariants(self) -> None:
         self._adapters.check_invariants()

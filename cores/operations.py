@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from cores.messages import RankId
-from cores.runner.interface import ModelRunner
-from cores.scheduler import Scheduler
+from cores.runner.interface import RunnerOperations
 from cores.standstill import MEMORY_TAGS, Standstill
+from cores.step_engine import StepEngine
 from cores.utilities import NOT_YET, Later, OperationRefusedError, utility
 
 PAUSE_MODES = ("abort", "wait", "keep")
@@ -24,25 +24,28 @@ SLEEP_LEVELS = (1, 2)
 
 
 class Operations:
-    """`end_requests` aborts all requests, `has_work` says whether any are left or have an end that was not sent yet."""
+    """`end_requests` aborts all requests, `has_work` says whether any are left or have an end that was not sent yet,
+    `no_sleep` why it cannot sleep, if so."""
 
     def __init__(
         self,
         rank_id: RankId,
-        scheduler: Scheduler,
-        runner: ModelRunner,
+        engine: StepEngine,
+        runner: RunnerOperations,
         end_requests: Callable[[], None],
         has_work: Callable[[], bool],
         profile_dir: str | None = None,
+        no_sleep: str = "",
     ) -> None:
         self.standstill = Standstill()
         self.weight_version = 0
         self._rank_id = rank_id
-        self._scheduler = scheduler
+        self._engine = engine
         self._runner = runner
         self._end_requests = end_requests
         self._has_work = has_work
         self._profile_dir = profile_dir
+        self._no_sleep = no_sleep
         self._is_profiling = False
         self._num_profiles = 0
         self._prepared: str | None = None  # directory of the weights that wait to be committed
@@ -95,8 +98,8 @@ class Operations:
 
     def _forget_kv(self) -> None:
         """What was computed is void: for requests that go on later, too."""
-        self._scheduler.preempt_all()
-        self._scheduler.reset_prefix_cache()
+        self._engine.preempt_all()
+        self._engine.reset_prefix_cache()
 
     # --- sleep --------------------------------------------------------------------------------------------------------
 
@@ -105,6 +108,8 @@ class Operations:
         """Gives memory back until `wake_up`: the KV cache's, and the weights', which level 1 keeps on the host."""
         if level not in SLEEP_LEVELS:
             raise OperationRefusedError(f"level must be one of {', '.join(map(str, SLEEP_LEVELS))}, got {level!r}")
+        if self._no_sleep:
+            raise OperationRefusedError(self._no_sleep)
         return self._halt(mode, functools.partial(self._sleep, level))
 
     def _sleep(self, level: int) -> None:
@@ -177,8 +182,8 @@ class Operations:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
         """Forgets all cached prefixes, also those that running requests are computing; those then may be computed again."""
         if reset_running_requests:
-            self._scheduler.preempt_all()
-        self._scheduler.reset_prefix_cache()
+            self._engine.preempt_all()
+        self._engine.reset_prefix_cache()
 
     @utility
     def reset_mm_cache(self) -> None:
@@ -203,8 +208,8 @@ class Operations:
         return {
             "state": str(self.standstill.state),
             "weight_version": self.weight_version,
-            "load": dataclasses.asdict(self._scheduler.load()),
-            "scheduler": dataclasses.asdict(self._scheduler.stats()),
+            "load": dataclasses.asdict(self._engine.load()),
+            "scheduler": dataclasses.asdict(self._engine.stats()),
         }
 
     @utility

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import llguidance
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -52,16 +53,34 @@ def compile_grammar(tokenizer: LLTokenizer, wanted: StructuredOutputs) -> LLMatc
     return matcher
 
 
+def as_lark(tokenizer: LLTokenizer | None, wanted: StructuredOutputs) -> str:
+    """All of it as one text of Lark, for an engine that takes grammars in no other form. Raises `GrammarError`."""
+    parts = _parts(_to_llguidance(tokenizer, wanted))
+    if len(parts) == 1:
+        return f"start: {_nested(parts[0])}" if parts[0].get("json_schema") is not None else str(parts[0]["lark_grammar"])
+    thought, answer = parts
+    return f"{thought['lark_grammar']}\nanswer: {_nested(answer)}".replace("@answer", "answer", 1)
+
+
+def _nested(part: dict[str, Any]) -> str:
+    schema = part.get("json_schema")
+    return f"%lark {{\n{part['lark_grammar']}\n}}" if schema is None else f"%json {json.dumps(schema)}"
+
+
 def check_matcher(matcher: LLMatcher) -> None:
     """Raises `GrammarError` if something has gone wrong in it; it never recovers from that."""
     if matcher.is_error():
         raise GrammarError(_shortened(matcher.get_error()))
 
 
-def _to_llguidance(tokenizer: LLTokenizer, wanted: StructuredOutputs) -> str:
+def _to_llguidance(tokenizer: LLTokenizer | None, wanted: StructuredOutputs) -> str:
+    """The tokenizer is needed for what comes behind reasoning."""
     try:
         grammar = _translated(wanted)
-        return grammar if wanted.reasoning is None else _behind(wanted.reasoning, grammar, tokenizer)
+        if wanted.reasoning is None:
+            return grammar
+        assert tokenizer is not None, "markers are looked up in it"
+        return _behind(wanted.reasoning, grammar, tokenizer)
     except RecursionError:
         raise GrammarError("it is nested too deeply") from None
     except ValueError as error:
@@ -84,8 +103,7 @@ def _translated(wanted: StructuredOutputs) -> str:
 def _behind(reasoning: Reasoning, grammar: str, tokenizer: LLTokenizer) -> str:
     """A grammar of reasoning and, behind it, the other one: so the state of both follows from the tokens, wherever they are
     replayed. White space beside the markers is free: models are used to it, and those who read the output drop it."""
-    # What compilers of ours made is JSON already, what they only translated is Lark.
-    answer = json.loads(grammar)["grammars"] if grammar.startswith('{"grammars"') else [{"lark_grammar": grammar}]
+    answer = _parts(grammar)
     answer[0]["name"] = "answer"
     end = re.escape(reasoning.end).replace("/", "\\/")
     start = _marker(tokenizer, reasoning.start)
@@ -101,6 +119,14 @@ def _behind(reasoning: Reasoning, grammar: str, tokenizer: LLTokenizer) -> str:
         r"SPACE: /[ \t\r\n]{1,8}/",
     ]  # fmt: skip
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(lark)}, *answer]})
+
+
+def _parts(grammar: str) -> list[dict[str, Any]]:
+    """What compilers of ours made is JSON already, what they only translated is Lark."""
+    if not grammar.startswith('{"grammars"'):
+        return [{"lark_grammar": grammar}]
+    parts: list[dict[str, Any]] = json.loads(grammar)["grammars"]
+    return parts
 
 
 def _marker(tokenizer: LLTokenizer, text: str) -> str:

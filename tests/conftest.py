@@ -19,6 +19,7 @@ settings.load_profile("repeatable")
 OPTIONAL = {
     "long": "run the tests that take minutes, too",
     "system": "run the tests with programs that are not Python packages, too; one whose program is not installed is skipped",
+    "peer": "run the tests with vLLM, too: GATEWAY_PEER_PYTHON names a Python that has it and what this package needs",
 }
 
 

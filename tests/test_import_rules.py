@@ -66,14 +66,23 @@ def test_front_end_loads_neither_torch_nor_ray_nor_transformers() -> None:
     assert run(sys.executable, "-c", code).split() == []
 
 
-@pytest.mark.parametrize("backend", ["mp", "ray"])
-def test_without_torch_serve_says_what_to_install_and_not_a_traceback(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "backend", "to_install"),
+    [
+        ("torch", "mp", "install dp-gateway[cores]"),
+        ("torch", "ray", "install dp-gateway[cores]"),
+        ("vllm", "mp", "install dp-gateway[vllm]"),
+    ],
+)
+def test_without_its_engine_serve_says_what_to_install_and_not_a_traceback(engine: str, backend: str, to_install: str) -> None:
     code = (
-        "import sys; sys.modules['torch'] = None\n"  # to every import it is not installed
+        f"import sys; sys.modules[{engine!r}] = None\n"  # to every import it is not installed
         "from gateway.__main__ import main; sys.exit(main())"
     )
-    command = [sys.executable, "-c", code, "serve", ".", "--data-parallel-backend", backend, "--port", "0"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    words = ["serve", ".", "--engine", engine, "--data-parallel-backend", backend, "--port", "0"]
+    result = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
     assert result.returncode == 2
-    assert "--engine torch needs the package torch, which is not installed: install dp-gateway[cores]" in result.stderr
+    assert f"--engine {engine} needs the package {engine}, which is not installed: {to_install}" in result.stderr
     assert "Traceback" not in result.stderr

@@ -60,7 +60,7 @@ class LocalProcessLauncher:
 
     def _environment(self, launch: EngineLaunch) -> dict[str, str]:
         variables = thread_variables(self._machine, self._num_local_ranks, os.environ)
-        if launch.config.engine == "torch":
+        if launch.config.engine != "simulated":
             variables |= memory_variables(os.environ)
             variables |= gpu_variables(
                 self._machine, launch.config.device, launch.local_rank, self._num_local_ranks, os.environ

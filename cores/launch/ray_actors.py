@@ -175,7 +175,7 @@ class RayActorLauncher:
 
     def _num_gpus(self, launch: EngineLaunch) -> int:
         """One for each rank on CUDA. Raises `LaunchError` at once when this node can never have as many."""
-        if launch.config.engine != "torch" or launch.config.device == "cpu":
+        if launch.config.engine == "simulated" or launch.config.device == "cpu":
             return 0
         there = int(sum(node.num_gpus for node in self._nodes()))
         if self._spreads:  # more nodes may come; but none of them decides what the first rank has decided

@@ -64,22 +64,12 @@ class ModelInfo:
     needs_whole_prompts: bool = False  # in one step; `max_model_len` is then within the step's token budget
     embedding_size: int = 0
     embedding_dimensions: tuple[int, ...] = ()  # smaller sizes that vectors may be cut to
+    no_sleep: str = ""  # why it cannot give its memory back and wake up again; empty: it can
 
 
-class ModelRunner(Protocol):
-    """Computes one step. The torch runner and the simulated one both pass `tests/cores/runner_contract.py`."""
-
-    def load(self) -> ModelInfo:
-        """Loads weights and allocates the KV cache. Raises `ConfigError` with the numbers when something does not fit."""
-        ...
-
-    def execute(self, batch: SchedulerOutput) -> ModelRunnerOutput:
-        """Runs the batch. An exception here is the engine's death: errors of one request go into `errors`.
-
-        In each layer the K and V of the whole batch are written before any are read: a request may begin behind blocks that
-        another one of the same batch fills.
-        """
-        ...
+class RunnerOperations(Protocol):
+    """What is done to a loaded model between two steps. The public methods of an implementation can be called by name
+    (`collective_rpc`)."""
 
     def load_lora(self, path: str) -> str:
         """Reads an adapter into host memory and returns its id, the same on every rank. One that is there is not kept twice.
@@ -124,3 +114,19 @@ class ModelRunner(Protocol):
         ...
 
     def shutdown(self) -> None: ...
+
+
+class ModelRunner(RunnerOperations, Protocol):
+    """Computes one step. The torch runner and the simulated one both pass `tests/cores/runner_contract.py`."""
+
+    def load(self) -> ModelInfo:
+        """Loads weights and allocates the KV cache. Raises `ConfigError` with the numbers when something does not fit."""
+        ...
+
+    def execute(self, batch: SchedulerOutput) -> ModelRunnerOutput:
+        """Runs the batch. An exception here is the engine's death: errors of one request go into `errors`.
+
+        In each layer the K and V of the whole batch are written before any are read: a request may begin behind blocks that
+        another one of the same batch fills.
+        """
+        ...

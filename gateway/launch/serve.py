@@ -67,6 +67,8 @@ def check_machine(config: GatewayConfig) -> None:
     has_own_engines = parallel.data_parallel_backend == "mp" or parallel.ray_address is None  # else they may be elsewhere
     if config.engine.engine == "torch" and has_own_engines and importlib.util.find_spec("torch") is None:
         raise ConfigError("--engine torch needs the package torch, which is not installed: install dp-gateway[cores]")
+    if config.engine.engine == "vllm" and has_own_engines and importlib.util.find_spec("vllm") is None:
+        raise ConfigError("--engine vllm needs the package vllm, which is not installed: install dp-gateway[vllm]")
     if parallel.data_parallel_backend == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError(
             "--data-parallel-backend ray needs the package ray, which is not installed: install dp-gateway[cores], or use mp"

@@ -53,7 +53,7 @@ def test_an_unknown_setting_is_told_the_nearest_known_one() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"engine": "quantum"}, "--engine must be one of torch, simulated, got 'quantum'"),
+        ({"engine": "quantum"}, "--engine must be one of torch, simulated, vllm, got 'quantum'"),
         ({"block_size": 0}, "--block-size must be at least 1, got 0"),
         ({"max_num_seqs": -1}, "--max-num-seqs must be at least 1, got -1"),
         ({"num_kv_blocks": 1, "kv_cache_memory_bytes": 1}, "--num-kv-blocks and --kv-cache-memory-bytes exclude each other"),

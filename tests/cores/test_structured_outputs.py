@@ -16,7 +16,7 @@ from cores.sampling_params import (
     StructuredOutputKind,
     StructuredOutputs,
 )
-from cores.structured_outputs import MAX_REASON_CHARS, GrammarError, compile_grammar, load_grammar_tokenizer
+from cores.structured_outputs import MAX_REASON_CHARS, GrammarError, as_lark, compile_grammar, load_grammar_tokenizer
 from cores.testing import make_tiny_model_dir, make_tiny_tokenizer
 
 JSON, REGEX, CHOICE, GRAMMAR = StructuredOutputKind
@@ -38,7 +38,7 @@ def takes(tokenizer: LLTokenizer, wanted: StructuredOutputs, text: str) -> bool:
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 
-@pytest.mark.parametrize(
+LANGUAGES = pytest.mark.parametrize(
     ("kind", "spec", "good", "bad"),
     [
         (REGEX, "a+b", "aab", "xaab"),
@@ -53,9 +53,22 @@ def takes(tokenizer: LLTokenizer, wanted: StructuredOutputs, text: str) -> bool:
         (JSON, '{"oneOf": [{"const": 1}, {"const": 2}]}', "2", "3"),
     ],
 )  # fmt: skip
+
+
+@LANGUAGES
 def test_languages(tokenizer: LLTokenizer, kind: StructuredOutputKind, spec: str, good: str, bad: str) -> None:
     assert takes(tokenizer, StructuredOutputs(kind, spec), good)
     assert not takes(tokenizer, StructuredOutputs(kind, spec), bad)
+
+
+@LANGUAGES
+def test_one_text_of_lark_is_the_same_language(
+    tokenizer: LLTokenizer, kind: StructuredOutputKind, spec: str, good: str, bad: str
+) -> None:
+    for reasoning, before in ((None, ""), (Reasoning("<think>", "</think>", is_open=True), "I see.</think>")):
+        lark = as_lark(tokenizer, StructuredOutputs(kind, spec, reasoning=reasoning))
+        assert takes(tokenizer, StructuredOutputs(GRAMMAR, lark), before + good)
+        assert not takes(tokenizer, StructuredOutputs(GRAMMAR, lark), before + bad)
 
 
 @pytest.mark.parametrize(("space", "expected"), [("", True), (" ", True), ("\n  ", True), (" " * 40, True), (" " * 41, False)])

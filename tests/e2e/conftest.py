@@ -46,8 +46,10 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = ANSWER_
 class Server:
     """One `gateway serve` and all that it started."""
 
-    def __init__(self, *args: str, env: dict[str, str] | None = None, ready_lines: int = 1) -> None:
-        command = [sys.executable, "-m", "gateway", "serve", *args]
+    def __init__(
+        self, *args: str, env: dict[str, str] | None = None, ready_lines: int = 1, python: str = sys.executable
+    ) -> None:
+        command = [python, "-m", "gateway", "serve", *args]
         if "--port" not in args and "--uds" not in args:
             command += ["--port", "0"]
         environment = os.environ | {"PYTHONPATH": str(ROOT)} | (env or {})

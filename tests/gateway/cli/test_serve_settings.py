@@ -270,7 +270,7 @@ def test_missing_config_file_is_named() -> None:
         ),
         (("serve", "m", "--dispatch", "late"), "gateway serve: --dispatch late needs several ranks behind this endpoint"),
         (("serve", "m", "--dispatch", "x"), "gateway serve: --dispatch must be one of early, late, got 'x'"),
-        (("serve", "m", "--engine", "x"), "gateway serve: --engine must be one of torch, simulated, got 'x'"),
+        (("serve", "m", "--engine", "x"), "gateway serve: --engine must be one of torch, simulated, vllm, got 'x'"),
         (("serve", "m", "--simulated", "x"), "gateway serve: --simulated takes KEY=VALUE"),
         (("serve", "/no/such/model"), "gateway serve: MODEL must be a directory with a config.json"),
         (("serv",), "gateway: unknown command 'serv'; did you mean 'serve'?"),
