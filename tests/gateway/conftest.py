@@ -7,7 +7,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
@@ -15,6 +15,9 @@ import pytest
 from gateway.config import GatewayConfig, ServerConfig
 from gateway.server import RunningServer, ServerState, run_server
 from gateway.testing import FakeEngineClient, Script, says
+
+if TYPE_CHECKING:
+    import openai
 
 DEADLINE_S = 60.0
 
@@ -47,6 +50,12 @@ class Served:
         """All events of a stream, decoded; `[DONE]` stays text."""
         async with self.http.post(self.url + path, json={**body, "stream": True}, headers=headers) as response:
             return parse_events(await response.read()), response
+
+    def openai(self, api_key: str = "none") -> openai.AsyncOpenAI:
+        """The official client, as a context manager."""
+        import openai  # half a second, which the other tests need not pay
+
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=DEADLINE_S)
 
     async def raw(self, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection of its own that has sent `data`; it is closed with the test at the latest."""

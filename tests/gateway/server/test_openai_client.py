@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
@@ -18,15 +16,9 @@ PROMPT_LENGTH = len("<user>Hello?<assistant>")
 ANSWER = "Hello, big world"
 
 
-@asynccontextmanager
-async def client_of(served: Any, api_key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=api_key, max_retries=0, timeout=60) as client:
-        yield client
-
-
 async def test_models_are_listed_and_found_by_name(serve: Any) -> None:
     served = await serve(served_model_name=("smol", "org/smol"))
-    async with client_of(served) as client:
+    async with served.openai() as client:
         models = [model async for model in await client.models.list()]
         assert [model.id for model in models] == ["smol", "org/smol"]
         assert (await client.models.retrieve("org/smol")).id == "org/smol"
@@ -38,7 +30,7 @@ async def test_models_are_listed_and_found_by_name(serve: Any) -> None:
 
 async def test_chat_answers_whole(serve: Any) -> None:
     served = await serve()
-    async with client_of(served) as client:
+    async with served.openai() as client:
         answer = await client.chat.completions.create(model="fake", messages=QUESTION)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", ANSWER, "stop")
@@ -50,7 +42,7 @@ async def test_chat_answers_whole(serve: Any) -> None:
 
 async def test_streamed_chat_joins_to_the_whole_answer(serve: Any) -> None:
     served = await serve()
-    async with client_of(served) as client:
+    async with served.openai() as client:
         stream = await client.chat.completions.create(
             model="fake", messages=QUESTION, stream=True, stream_options={"include_usage": True}
         )
@@ -73,7 +65,7 @@ async def test_n_choices_stream_apart_and_count_the_prompt_once(serve: Any) -> N
             request.put("!", index, finish_reason="length")
 
     served = await serve(script)
-    async with client_of(served) as client:
+    async with served.openai() as client:
         stream = await client.chat.completions.create(
             model="fake", messages=QUESTION, n=3, stream=True, stream_options={"include_usage": True}
         )
@@ -92,7 +84,7 @@ async def test_n_choices_stream_apart_and_count_the_prompt_once(serve: Any) -> N
 
 async def test_completions_take_all_four_kinds_of_prompt(serve: Any) -> None:
     served = await serve(says("yes"))
-    async with client_of(served) as client:
+    async with served.openai() as client:
         for prompt, expected_ids in [
             ("ab", [[1, 97, 98]]),
             (["a", "b"], [[1, 97], [1, 98]]),
@@ -112,7 +104,7 @@ async def test_streamed_completions_of_several_prompts_keep_their_indexes(serve:
             request.put(f"{request.prompt_text}{index}", index, finish_reason="stop")
 
     served = await serve(script)
-    async with client_of(served) as client:
+    async with served.openai() as client:
         stream = await client.completions.create(model="fake", prompt=["x", "y"], n=2, echo=True, stream=True)
         texts = [""] * 4
         async for chunk in stream:
@@ -122,7 +114,7 @@ async def test_streamed_completions_of_several_prompts_keep_their_indexes(serve:
 
 async def test_errors_have_the_clients_own_exception_types(serve: Any) -> None:
     served = await serve(waits)
-    async with client_of(served) as client:
+    async with served.openai() as client:
 
         async def fails_with(error: Exception) -> openai.APIStatusError:
             served.engine.script = lambda request: request.fail(error)
@@ -145,7 +137,7 @@ async def test_an_error_in_a_stream_is_raised_after_the_tokens_before_it(serve: 
         request.fail(EngineDeadError("rank 0 died"))
 
     served = await serve(script)
-    async with client_of(served) as client:
+    async with served.openai() as client:
         stream = await client.chat.completions.create(model="fake", messages=QUESTION, stream=True)
         texts = []
 
@@ -160,17 +152,17 @@ async def test_an_error_in_a_stream_is_raised_after_the_tokens_before_it(serve: 
 
 async def test_a_key_is_needed_when_one_is_set(serve: Any) -> None:
     served = await serve(api_key=("secret", "other"))
-    async with client_of(served, "wrong") as client:
+    async with served.openai("wrong") as client:
         with pytest.raises(openai.AuthenticationError):
             await client.models.list()
-    async with client_of(served, "other") as client:
+    async with served.openai("other") as client:
         assert (await client.models.list()).data
 
 
 async def test_requests_of_one_key_are_one_tenants(serve: Any) -> None:
     served = await serve(api_key=("secret", "other"))
     for key in ("secret", "other", "secret"):
-        async with client_of(served, key) as client:
+        async with served.openai(key) as client:
             await client.completions.create(model="fake", prompt="Hello")
     first, second, third = (request.options["tenant"] for request in served.engine.requests)
     assert first == third != second
@@ -179,14 +171,14 @@ async def test_requests_of_one_key_are_one_tenants(serve: Any) -> None:
 
 async def test_without_keys_nobody_is_a_tenant(serve: Any) -> None:
     served = await serve()
-    async with client_of(served, "whatever") as client:
+    async with served.openai("whatever") as client:
         await client.completions.create(model="fake", prompt="Hello")
     assert served.engine.requests[0].options["tenant"] is None
 
 
 async def test_closing_a_stream_aborts_its_request(serve: Any) -> None:
     served = await serve(waits)
-    async with client_of(served) as client:
+    async with served.openai() as client:
         task = asyncio.ensure_future(client.chat.completions.create(model="fake", messages=QUESTION, stream=True))
         request = await served.engine.next_request()
         request.put("Hel")

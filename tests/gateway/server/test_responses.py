@@ -24,10 +24,6 @@ EVENTS_AFTER = ["response.output_text.done", "response.content_part.done", "resp
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-def client_of(served: Any) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-
 def events_of(data: bytes) -> list[tuple[str, Any]]:
     """(name, data) of each event."""
     blocks = data.decode().split("\n\n")
@@ -76,7 +72,7 @@ async def test_input_and_instructions_are_the_messages_of_a_chat(serve: Any, fie
 
 async def test_the_output_of_one_response_is_input_of_the_next(serve: Any) -> None:
     served = await serve()
-    async with client_of(served) as client:
+    async with served.openai() as client:
         first = await client.responses.create(input="Hi")
         history: Any = [{"role": "user", "content": "Hi"}, *first.output, {"role": "user", "content": "And?"}]
         await client.responses.create(input=history)
@@ -230,7 +226,7 @@ async def test_an_error_before_the_first_output_is_an_ordinary_answer(serve: Any
 
 async def test_closing_a_stream_aborts_its_request_and_load_counts_it_until_then(serve: Any) -> None:
     served = await serve(waits)
-    async with client_of(served) as client:
+    async with served.openai() as client:
         task = asyncio.ensure_future(client.responses.create(input="Hi", stream=True))
         request = await served.engine.next_request()
         assert served.state.server_load() == 1
@@ -264,7 +260,7 @@ async def test_openais_client_creates_streams_and_parses(serve: Any) -> None:
         request.put(" 5}", finish_reason="stop")
 
     served = await serve(script)
-    async with client_of(served) as client:
+    async with served.openai() as client:
         assert (await client.responses.create(input="Hi")).output_text == '{"a": 5}'
         async with client.responses.stream(model="fake", input="Hi", text_format=Thing) as events:
             snapshots = [event.snapshot async for event in events if event.type == "response.output_text.delta"]
@@ -283,7 +279,7 @@ async def test_openais_client_raises_the_error_of_a_stream(serve: Any) -> None:
     kinds = []
 
     async def read() -> None:
-        async with client_of(served) as client:
+        async with served.openai() as client:
             async for event in await client.responses.create(input="Hi", stream=True):
                 kinds.append(event.type)
 

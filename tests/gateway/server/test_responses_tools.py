@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import openai
 import pytest
 from openai.types.responses import Response
 
@@ -46,10 +45,6 @@ def in_pieces(text: str, size: int, finish_reason: str = "stop") -> Script:
     return script
 
 
-def client_of(served: Any) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-
 def shown(items: Sequence[Any]) -> list[tuple[str, str, str]]:
     """(type, status, text) of each."""
     return [
@@ -58,7 +53,7 @@ def shown(items: Sequence[Any]) -> list[tuple[str, str, str]]:
 
 
 async def events_of(served: Any, **fields: Any) -> list[Any]:
-    async with client_of(served) as client:
+    async with served.openai() as client:
         return [event async for event in await client.responses.create(model="fake", input="Hi", stream=True, **fields)]
 
 
@@ -97,7 +92,7 @@ def check_events(events: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("size", [1, 7, 1000])
 async def test_items_come_in_the_order_in_which_they_were_said_whole_and_streamed(serve: Any, size: int) -> None:
     served = await serve(in_pieces(TEXT, size), tool_call_parser="hermes", reasoning_parser="qwen3")
-    async with client_of(served) as client:
+    async with served.openai() as client:
         whole = await client.responses.create(model="fake", input="Hi", tools=[WEATHER])
     assert (shown(whole.output), whole.status, whole.output_text) == (ITEMS, "completed", "I look.Done.")
     assert whole.tools[0].name == "weather"
@@ -110,7 +105,7 @@ async def test_items_come_in_the_order_in_which_they_were_said_whole_and_streame
 
 async def test_openais_client_gathers_a_stream_of_items(serve: Any) -> None:
     served = await serve(in_pieces(TEXT, 3), tool_call_parser="hermes", reasoning_parser="qwen3")
-    async with client_of(served) as client, client.responses.stream(model="fake", input="Hi", tools=[WEATHER]) as events:
+    async with served.openai() as client, client.responses.stream(model="fake", input="Hi", tools=[WEATHER]) as events:
         snapshots = [e.snapshot async for e in events if e.type == "response.function_call_arguments.delta"]
         final = await events.get_final_response()
     assert shown(final.output) == ITEMS
@@ -120,7 +115,7 @@ async def test_openais_client_gathers_a_stream_of_items(serve: Any) -> None:
 async def test_what_was_said_and_found_out_goes_back_as_one_turn_of_the_model(serve: Any) -> None:
     text = f"<think>Hm.</think>I look.<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>"
     served = await serve(says(text), tool_call_parser="hermes", reasoning_parser="qwen3")
-    async with client_of(served) as client:
+    async with served.openai() as client:
         first = await client.responses.create(model="fake", input="Hi", tools=[WEATHER])
         calls = [item for item in first.output if item.type == "function_call"]
         results: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"} for call in calls]
@@ -181,7 +176,7 @@ async def test_an_answer_that_is_cut_off_in_a_call_or_a_thought_has_an_incomplet
         ("", [("message", "incomplete", "")]),
     ):
         served = await serve(in_pieces(text, 4, "length"), tool_call_parser="hermes", reasoning_parser="qwen3")
-        async with client_of(served) as client:
+        async with served.openai() as client:
             whole = await client.responses.create(model="fake", input="Hi", tools=[WEATHER])
         assert (whole.status, shown(whole.output)) == ("incomplete", items)
         events = await events_of(served, tools=[WEATHER])

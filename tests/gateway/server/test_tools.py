@@ -50,10 +50,6 @@ def by_letter(text: str, n: int = 1) -> Script:
     return script
 
 
-def client_of(served: Any) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-
 async def streamed(client: openai.AsyncOpenAI, **fields: Any) -> list[dict[str, Any]]:
     """What the deltas of each choice join to."""
     choices = [{"content": "", "reasoning": "", "calls": [], "reason": None} for _ in range(fields.get("n", 1))]
@@ -78,7 +74,7 @@ async def streamed(client: openai.AsyncOpenAI, **fields: Any) -> list[dict[str, 
 async def test_a_call_of_the_model_is_a_tool_call_whole_and_streamed(serve: Any) -> None:
     text = f"<think>\nHm.\n</think>\n\nI look.\n<tool_call>\n{CALL}\n</tool_call>"
     served = await serve(by_letter(text, n=2), tool_call_parser="hermes", reasoning_parser="qwen3")
-    async with client_of(served) as client:
+    async with served.openai() as client:
         whole = await client.chat.completions.create(model="fake", messages=QUESTION, tools=[WEATHER], n=2)
         choices = await streamed(client, tools=[WEATHER], n=2)
     assert len({call.id for choice in whole.choices for call in choice.message.tool_calls}) == 2
@@ -95,7 +91,7 @@ async def test_a_call_of_the_model_is_a_tool_call_whole_and_streamed(serve: Any)
 
 async def test_an_answer_without_a_call_is_as_without_tools(serve: Any) -> None:
     served = await serve(by_letter("2 < 3\n"), tool_call_parser="hermes")
-    async with client_of(served) as client:
+    async with served.openai() as client:
         whole = await client.chat.completions.create(model="fake", messages=QUESTION, tools=[TIME])
         choices = await streamed(client, tools=[TIME])
     (choice,) = whole.choices
@@ -106,28 +102,28 @@ async def test_an_answer_without_a_call_is_as_without_tools(serve: Any) -> None:
 async def test_a_malformed_call_is_content(serve: Any) -> None:
     text = "<tool_call>weather(Bern)</tool_call>"
     served = await serve(by_letter(text), tool_call_parser="hermes")
-    async with client_of(served) as client:
+    async with served.openai() as client:
         assert await streamed(client, tools=[TIME]) == [{"content": text, "reasoning": "", "calls": [], "reason": "stop"}]
 
 
 async def test_tool_choice_none_leaves_the_text_alone(serve: Any) -> None:
     text = f"<tool_call>{CALL}</tool_call>"
     served = await serve(says(text), tool_call_parser="hermes")
-    async with client_of(served) as client:
+    async with served.openai() as client:
         (said,) = await streamed(client, tools=[WEATHER], tool_choice="none")
     assert (said["content"], said["calls"], said["reason"]) == (text, [], "stop")
 
 
 async def test_without_parallel_calls_there_is_one(serve: Any) -> None:
     served = await serve(by_letter(f"<tool_call>{CALL}</tool_call>" * 2), tool_call_parser="hermes")
-    async with client_of(served) as client:
+    async with served.openai() as client:
         assert len((await streamed(client, tools=[WEATHER]))[0]["calls"]) == 2
         assert len((await streamed(client, tools=[WEATHER], parallel_tool_calls=False))[0]["calls"]) == 1
 
 
 async def test_a_required_call_is_a_grammar_and_needs_no_parser(serve: Any) -> None:
     served = await serve(by_letter('[{"name": "time", "parameters": {}}, {"name": "weather", "parameters": {"city": "B"}}]'))
-    async with client_of(served) as client:
+    async with served.openai() as client:
         (said,) = await streamed(client, tools=[TIME, WEATHER], tool_choice="required")
     assert said == {
         "content": "", "reasoning": "", "calls": [["time", "{}"], ["weather", '{"city": "B"}']], "reason": "tool_calls",
@@ -138,7 +134,7 @@ async def test_a_required_call_is_a_grammar_and_needs_no_parser(serve: Any) -> N
 
 async def test_a_named_call_is_its_arguments_and_ends_as_openai_says(serve: Any) -> None:
     served = await serve(by_letter('{"city": "B"}'))
-    async with client_of(served) as client:
+    async with served.openai() as client:
         whole = await client.chat.completions.create(model="fake", messages=QUESTION, tools=[TIME, WEATHER], tool_choice=NAMED)
         (said,) = await streamed(client, tools=[TIME, WEATHER], tool_choice=NAMED)
     (call,) = whole.choices[0].message.tool_calls
@@ -167,7 +163,7 @@ async def test_a_grammar_is_about_what_comes_behind_the_reasoning(
     serve: Any, parser: str, text: str, reasoning: str, fields: dict[str, Any]
 ) -> None:
     served = await serve(by_letter(text), reasoning_parser=parser)
-    async with client_of(served) as client:
+    async with served.openai() as client:
         (said,) = await streamed(client, **fields)
     wanted = served.engine.requests[0].params.structured_outputs
     assert wanted.reasoning == Reasoning("<think>", "</think>", is_open=parser == "deepseek_r1")
@@ -195,14 +191,14 @@ async def test_a_call_that_was_cut_off_ends_with_length(serve: Any) -> None:
         request.put('<tool_call>{"name": "weather", "arguments": {"ci', finish_reason="length")
 
     served = await serve(script, tool_call_parser="hermes")
-    async with client_of(served) as client:
+    async with served.openai() as client:
         (said,) = await streamed(client, tools=[WEATHER])
     assert (said["calls"], said["reason"]) == ([["weather", '{"ci']], "length")
 
 
 async def test_ids_of_calls_are_as_mistrals_template_wants_them(serve: Any) -> None:
     served = await serve(says(f"[TOOL_CALLS][{CALL}]"), tool_call_parser="mistral")
-    async with client_of(served) as client:
+    async with served.openai() as client:
         whole = await client.chat.completions.create(model="fake", messages=QUESTION, tools=[WEATHER])
     assert len(whole.choices[0].message.tool_calls[0].id) == 9
 
@@ -210,7 +206,7 @@ async def test_ids_of_calls_are_as_mistrals_template_wants_them(serve: Any) -> N
 async def test_a_call_in_tags_has_arguments_as_the_tool_s_schema_says(serve: Any) -> None:
     text = "I look.\n<tool_call>\n<function=weather>\n<parameter=city>\n12\n</parameter>\n</function>\n</tool_call>"
     served = await serve(by_letter(text), tool_call_parser="qwen3_coder")
-    async with client_of(served) as client:
+    async with served.openai() as client:
         (said,) = await streamed(client, tools=[WEATHER])
     assert said == {
         "content": "I look.", "reasoning": "", "calls": [["weather", '{"city": "12"}']], "reason": "tool_calls",
