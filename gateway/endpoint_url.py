@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import aiohttp
 
 UNIX_PREFIX = "unix:"
@@ -24,3 +26,10 @@ def make_connector(url: str, limit: int = 100) -> aiohttp.BaseConnector:
     """For a session that talks to this endpoint alone. To be called within a running loop."""
     path = socket_path(url)
     return aiohttp.TCPConnector(limit=limit) if path is None else aiohttp.UnixConnector(path, limit=limit)
+
+
+def reason(error: Exception) -> str:
+    """Why it could not be reached, short: the address stands beside it already."""
+    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return str(error) or type(error).__name__

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from gateway.cli.status import DEFAULT_URL, URL_FORMS, base_url
-from gateway.endpoint_url import http_base, make_connector
+from gateway.endpoint_url import http_base, make_connector, reason
 from gateway.exit_codes import EXIT_FAILED
 from gateway.operations import DRAIN_TIMEOUT_S
 
@@ -82,7 +82,7 @@ class _Endpoint:
             async with self._session.request(method, http_base(self._url) + path, json=body) as response:
                 answer = await response.json()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise OrderFailed(f"{self._url}{path}: {error or type(error).__name__}") from error
+            raise OrderFailed(f"{self._url}{path}: {reason(error)}") from error
         if response.status != 200:
             raise OrderFailed(answer["error"]["message"] if "error" in answer else f"{path}: {response.status}")
         return answer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
-from gateway.endpoint_url import http_base, make_connector
+from gateway.endpoint_url import http_base, make_connector, reason
 from gateway.status import StatusSnapshot
 
 TIMEOUT_S = 5.0
@@ -84,15 +83,8 @@ class StatusFeed:
         except TimeoutError:
             return Reading(url, error=f"no answer within {self._timeout.total:g} s")
         except (aiohttp.ClientError, OSError) as error:
-            return Reading(url, error=_reason(error))
+            return Reading(url, error=reason(error))
         return parse(url, body)
-
-
-def _reason(error: aiohttp.ClientError | OSError) -> str:
-    """Short: the address stands beside it already."""
-    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
-        return os.strerror(error.errno)
-    return str(error) or type(error).__name__
 
 
 _decoder = msgspec.json.Decoder(StatusSnapshot)
