@@ -282,7 +282,12 @@ class Launcher:
             needs = "an endpoint can be scaled that was started with --data-parallel-size of 2 or more and has all ranks"
             done = GroupOrderDone(order.order_id, needs, "conflict")
         else:
-            done = await self._operations.carry_out(order)
+            try:
+                done = await self._operations.carry_out(order)
+            except asyncio.CancelledError:  # by the end of the server, which whoever gave it would wait for
+                ends = GroupOrderDone(order.order_id, "the server ends: the order was not carried out", "conflict")
+                self._control.send(identity, ends)
+                raise
         self._control.send(identity, done)
 
     def _on_hello(self, address: FrontEndAddress) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 from cores.config import EngineLaunch
 from cores.launch.interface import LaunchError, RankExit, RankHandle
-from cores.messages import RankId
+from cores.messages import EngineReady, RankId
 
 
 class FakeRank:
@@ -33,6 +33,14 @@ class FakeRank:
     async def kill(self) -> None:
         self.was_killed = True
         self.end("killed")
+
+
+def make_ready(rank_id: RankId) -> EngineReady:
+    """The first word of a life."""
+    return EngineReady(
+        rank_id=rank_id, pid=1, node="here", device="cpu", max_model_len=1, vocab_size=1, eos_token_ids=(),
+        block_size=1, num_kv_blocks=1, max_num_seqs=1, max_num_batched_tokens=1,
+    )  # fmt: skip
 
 
 class FakeRankLauncher:

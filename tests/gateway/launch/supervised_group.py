@@ -9,12 +9,12 @@ import pytest
 
 from cores.config import EngineConfig, FrontEndAddress
 from cores.control_messages import GroupState
-from cores.messages import EngineReady, RankId
+from cores.messages import RankId
 from cores.testing import ManualClock
 from gateway.launch.group_ledger import GroupLedger
 from gateway.launch.rank_plan import RankPlan
 from gateway.launch.rank_supervisor import RankSupervisor
-from tests.gateway.launch.fake_ranks import FakeRankLauncher
+from tests.gateway.launch.fake_ranks import FakeRankLauncher, make_ready
 
 FRONT_END = FrontEndAddress(index=0, input_address="ipc://in", output_address="ipc://out")
 
@@ -54,11 +54,7 @@ class Group:
         self.supervisor.start(self.plan, tuple(range(self._num_ranks)))
 
     def say_ready(self, rank: int, epoch: int = 1) -> None:
-        ready = EngineReady(
-            rank_id=RankId(rank, epoch), pid=1, node="here", device="cpu", max_model_len=1, vocab_size=1, eos_token_ids=(),
-            block_size=1, num_kv_blocks=1, max_num_seqs=1, max_num_batched_tokens=1,
-        )  # fmt: skip
-        self.supervisor.on_message(ready)
+        self.supervisor.on_message(make_ready(RankId(rank, epoch)))
 
     async def bring_up(self) -> None:
         self.start()
