@@ -1,10 +1,13 @@
 """The three clients that reach engine cores, from one core to a balanced group. `make_async_mp_client` chooses.
 
-AsyncMPClient        one engine core; owns transport, handshake, heartbeats, utility calls and the death funnel
+AsyncMPClient        one engine core; what all of them are made of
 ├── DPAsyncMPClient    external load balancer in front: its own rank only
 └── DPLBAsyncMPClient  internal or hybrid load balancing: asks the balancer for a rank per request, of all ranks or its node's
 
-An endpoint that is a part of its group (external, hybrid) also has a `GroupView`.
+rank_link, launcher_link         sockets: to the ranks, to the launcher
+ranks                            lives of ranks, doubts about them, and the one way into death; `rank` is one of them
+utility_calls, orders, aborts_elsewhere, commands_seen    what was asked and is not answered yet, by whom
+group_view, coordinator_link     an endpoint that is a part of its group (external, hybrid) sees the others
 """
 
 from __future__ import annotations
