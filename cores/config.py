@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import ipaddress
+import json
 import os
 import types
 import typing
@@ -87,15 +88,23 @@ class EngineConfig:
         (), "engine arguments of vLLM that have no flag here, as its EngineArgs names them (--engine vllm)", metavar="KEY=VALUE"
     )
     device: Literal["auto", "cpu", "cuda"] = opt("auto", "where the model runs")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = opt("auto", "of weights and KV cache; auto: the model's own")
-    max_model_len: int | None = opt(None, "longest prompt + output, in tokens; default: the model's own", min=1)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = opt(
+        "auto",
+        "of weights and KV cache; auto: the model's own",
+        spellings={"half": "float16", "float": "float32"},
+    )
+    max_model_len: int | None = opt(None, "longest prompt + output, in tokens; default: the model's own", min=1, suffixes=True)
     max_num_seqs: int = opt(256, "most sequences in one step", min=1)
-    max_num_batched_tokens: int = opt(2048, "token budget of one step, prefill and decode together", min=1)
+    max_num_batched_tokens: int = opt(2048, "token budget of one step, prefill and decode together", min=1, suffixes=True)
     block_size: int | None = opt(
         None, "tokens per KV cache block; default: 16, or on a GPU what its attention kernel asks for", min=1
     )
-    num_kv_blocks: int | None = opt(None, "size of the KV cache in blocks; default: from the memory", min=1)
-    kv_cache_memory_bytes: int | None = opt(None, "size of the KV cache in bytes; default: from the memory", min=1)
+    num_kv_blocks: int | None = opt(
+        None, "size of the KV cache in blocks; default: from the memory", min=1, aliases=("--num-gpu-blocks-override",)
+    )
+    kv_cache_memory_bytes: int | None = opt(
+        None, "size of the KV cache in bytes; default: from the memory", min=1, suffixes=True
+    )
     enable_prefix_caching: bool = opt(True, "reuse the KV cache of equal prompt prefixes")
     scheduling_policy: Literal["fcfs", "priority"] = opt("fcfs", "order of waiting requests inside an engine")
     seed: int = opt(0, "of the weights of a randomly initialised model; requests have their own")
@@ -129,11 +138,22 @@ class EngineConfig:
             raise ConfigError("--enable-lora: --engine vllm serves no adapters, use --engine torch")
 
 
+def _lora_words(word: str) -> tuple[str, str, str]:
+    """Name, `=` and path; or vLLM's other spelling, an object that has them."""
+    if not word.startswith("{"):
+        return word.partition("=")
+    try:
+        module = json.loads(word)
+        return str(module["name"]), "=", str(module["path"])
+    except (ValueError, KeyError):
+        raise ConfigError(f'--lora-modules takes NAME=PATH or {{"name": …, "path": …}}, got {word!r}') from None
+
+
 def parse_lora_modules(words: tuple[str, ...]) -> dict[str, str]:
     """Paths by name, from `NAME=PATH` words. Raises `ConfigError`."""
     paths: dict[str, str] = {}
     for word in words:
-        name, _, path = word.partition("=")
+        name, _, path = _lora_words(word)
         if not name or not path:
             raise ConfigError(f"--lora-modules takes NAME=PATH, got {word!r}")
         if name in paths:

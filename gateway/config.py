@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from typing import Literal
@@ -17,6 +18,16 @@ __all__ = [
 
 DEFAULT_POLICY = "prefix_affinity"
 MAX_RANKS = 1024
+
+
+def _listed(words: tuple[str, ...]) -> tuple[str, ...]:
+    """vLLM writes a list as JSON in one word."""
+    if len(words) != 1 or not words[0].startswith("["):
+        return words
+    try:
+        return tuple(map(str, json.loads(words[0])))
+    except ValueError:
+        return words  # which is refused as what it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +51,7 @@ class ServerConfig:
         f"how the model writes tool calls, which tool_choice auto needs: {', '.join(TOOL_CALL_PARSERS)}",
         choices=tuple(TOOL_CALL_PARSERS),
     )
+    enable_auto_tool_choice: bool | None = opt(None, "as in vLLM; --tool-call-parser alone does it")
     reasoning_parser: str | None = opt(
         None,
         f"how the model marks its reasoning, which answers then show apart: {', '.join(REASONING_PARSERS)}",
@@ -70,6 +82,11 @@ class ServerConfig:
         ):
             if not all(text.strip() for text in texts):
                 raise ConfigError(f"{flag} must not be empty")
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser")
+        if self.enable_auto_tool_choice is False and self.tool_call_parser is not None:
+            raise ConfigError("--no-enable-auto-tool-choice: --tool-call-parser is for tool_choice auto; leave both out")
+        object.__setattr__(self, "allowed_origins", _listed(self.allowed_origins))
         for origin in self.allowed_origins:
             if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
                 raise ConfigError(f"--allowed-origins takes SCHEME://HOST[:PORT] without a path, or *, got {origin!r}")
@@ -113,7 +130,9 @@ class ParallelConfig:
         " GATEWAY_DP_KEY_FILE",
     )
     data_parallel_external_lb: bool = opt(False, "a load balancer stands in front: one endpoint per rank", aliases=("-dpe",))
-    data_parallel_multi_port_external_lb: bool = opt(False, "supervise one external-LB endpoint per rank, on ports port + i")
+    data_parallel_multi_port_external_lb: bool = opt(
+        False, "supervise one external-LB endpoint per rank, on ports port + i", aliases=("-dpm",)
+    )
     data_parallel_hybrid_lb: bool = opt(False, "one endpoint per node, which balances over its own ranks", aliases=("-dph",))
     data_parallel_backend: Literal["ray", "mp"] = opt(
         "ray", "engine cores as Ray actors, or as plain local processes", aliases=("-dpb",)
@@ -261,7 +280,9 @@ class GatewayConfig:
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     output_chunk_size: int = opt(128, "outputs handled before the loop gets a turn; also GATEWAY_OUTPUT_PROC_CHUNK_SIZE", min=1)
-    log_level: Literal["debug", "info", "warning", "error"] = opt("info", "of the log on stderr")
+    log_level: Literal["debug", "info", "warning", "error"] = opt(
+        "info", "of the log on stderr", spellings={name.upper(): name for name in ("debug", "info", "warning", "error")}
+    )
     log_format: Literal["text", "json"] = opt("text", "of the log on stderr: json is an object on each line")
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from cores.config import did_you_mean
+from gateway.cli import vllm_flags
 from gateway.exit_codes import EXIT_USAGE
 
 COMMANDS = {
@@ -77,4 +78,6 @@ def _describe_unknown(word: str, parser: argparse.ArgumentParser) -> str:
     if not word.startswith("-"):
         return f"unexpected argument {word!r}"
     flag = word.partition("=")[0]
+    if parser.prog.endswith(" serve") and (reason := vllm_flags.explain(flag)) is not None:
+        return reason
     return f"unknown flag {flag}{did_you_mean(flag, parser._option_string_actions)}"

@@ -10,6 +10,7 @@ from typing import Any
 
 from cores.config import ConfigError, SimulatedConfig, to_plain
 from gateway.cli.settings import Settings, Values, add_flags
+from gateway.cli.vllm_flags import add_harmless
 from gateway.config import GatewayConfig
 from gateway.exit_codes import EXIT_USAGE
 
@@ -28,7 +29,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         help="Hugging Face style directory, or a name that `gateway models list` shows",
     )
     parser.add_argument("--config", metavar="FILE", default=None, help="YAML file with the same keys as the flags")
+    parser.add_argument("--model", dest="model", default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # as vLLM's images take it
     add_flags(parser, Settings())
+    add_harmless(parser)
     parser.set_defaults(run=run)
 
 

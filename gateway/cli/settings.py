@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from cores.config import ConfigError, SimulatedConfig, did_you_mean, from_plain, to_plain
+from gateway.cli import vllm_flags
 from gateway.config import GatewayConfig
 
 ENVIRONMENT = {
@@ -61,6 +62,9 @@ class Setting:
 
     def from_text(self, text: str) -> Any:
         """The value that a flag or an environment variable means. Raises `ConfigError`."""
+        text = self.metadata.get("spellings", {}).get(text, text)
+        if self.metadata.get("suffixes"):
+            return _number(text)
         if self.hint is bool:
             if text.lower() not in _BOOLEANS:
                 raise ConfigError(f"must be one of {', '.join(_BOOLEANS)}, got {text!r}")
@@ -79,6 +83,8 @@ class Setting:
         if get_origin(self.hint) is tuple:
             items = value if isinstance(value, list) else [value]
             return tuple(_checked(item, str) for item in items)
+        if isinstance(value, str) and {"suffixes", "spellings"} & self.metadata.keys():
+            return self.from_text(value)
         return _checked(value, str if get_origin(self.hint) is Literal else self.hint)
 
 
@@ -89,6 +95,21 @@ def _shown(default: Any) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
     return str(default)
+
+
+_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def _number(text: str) -> int:
+    """Whole, with vLLM's suffixes: 32k is 32,000 and 32K is 32,768. Raises `ConfigError`."""
+    digits, factor = (text[:-1], _SUFFIXES[text[-1]]) if text[-1:] in _SUFFIXES else (text, 1)
+    try:
+        value = float(digits) * factor if "." in digits and factor % 10 == 0 else int(digits) * factor
+    except ValueError:
+        value = 0.5
+    if value != int(value):
+        raise ConfigError(f"must be a whole number, as 32768, 32k (32,000) or 32K (32,768), got {text!r}")
+    return int(value)
 
 
 _KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
@@ -163,6 +184,9 @@ class Settings:
             key = str(written).replace("_", "-")
             negated = key.startswith("no-") and key not in self._by_key
             setting = self._by_key.get(key.removeprefix("no-") if negated else key)
+            if setting is None and vllm_flags.is_known(key):
+                _check_vllms(key, value, where)
+                continue
             if setting is None or (negated and setting.hint is not bool):
                 raise ConfigError(f"{where}: unknown key {str(written)!r}{did_you_mean(key, self._by_key)}")
             try:
@@ -180,6 +204,13 @@ class Settings:
             place = plain.setdefault(setting.section, {}) if setting.section else plain
             place[setting.field] = value
         return from_plain(GatewayConfig, plain)
+
+
+def _check_vllms(key: str, value: Any, where: str) -> None:
+    try:
+        vllm_flags.check(key, value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def add_flags(parser: argparse.ArgumentParser, settings: Settings) -> None:

@@ -11,7 +11,7 @@ from gateway.errors import InvalidRequestError
 from gateway.renderer import Renderer
 from gateway.server.schema import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_SEQUENCES = 2048  # of one request: a body of 60 kB can ask for a million, and none of them could be refused one by one
 
 

@@ -19,6 +19,29 @@ _SAME_NAME = (
 _LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
 
 
+# What else to do where a field of vLLM's is refused; a value that asks for nothing may be sent.
+_LEAVE_OUT = "leave it out"
+_ADVICE = {
+    "guided_json": "use structured_outputs.json or response_format",
+    "guided_regex": "use structured_outputs.regex",
+    "guided_choice": "use structured_outputs.choice",
+    "guided_grammar": "use structured_outputs.grammar",
+    "guided_json_object": "use structured_outputs.json_object or response_format",
+    "logits_processors": "use logit_bias, bad_words or allowed_token_ids",
+    "logprob_token_ids": "use logprobs, with up to 20 alternatives, or allowed_token_ids",
+    "thinking_token_budget": "use max_tokens, or reasoning_effort where the chat template knows it",
+    "return_prompt_text": "use return_token_ids, and /detokenize",
+    **dict.fromkeys(("repetition_detection", "watermarking", "vllm_xargs", "web_search_options"), _LEAVE_OUT),
+    **dict.fromkeys(
+        ("kv_transfer_params", "ec_transfer_params"), "prompts are computed where they are answered; " + _LEAVE_OUT
+    ),
+    **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), "models here take text only; " + _LEAVE_OUT),
+    "include_reasoning": "reasoning is always shown, apart with --reasoning-parser; " + _LEAVE_OUT,
+    "stream_interval": "tokens are sent as they come; " + _LEAVE_OUT,
+}
+_ASKS_NOTHING = {"include_reasoning": True, "stream_interval": 1}  # of the others: false
+
+
 def to_sampling_params(request: CompletionRequest | ChatCompletionRequest) -> SamplingParams:
     """Raises `InvalidRequestError` or `InvalidParameterError` for the first field that cannot be served."""
     refuse_unsupported(request)
@@ -106,6 +129,10 @@ def refuse_unsupported(request: GenerationRequest) -> None:
     _refuse_set(request, "truncate_prompt_tokens")
     if request.use_beam_search:
         raise InvalidRequestError("use_beam_search is not supported", "use_beam_search")
+    for name, advice in _ADVICE.items():
+        value, nothing = getattr(request, name), _ASKS_NOTHING.get(name, False)
+        if value is not None and not (type(value) is type(nothing) and value == nothing):
+            raise InvalidRequestError(f"{name} is not supported; {advice}", name)
     if isinstance(request, ChatCompletionRequest):
         _refuse_unsupported_chat(request)
     elif isinstance(request, CompletionRequest):

@@ -84,7 +84,31 @@ class SamplingRequest(Struct, kw_only=True, frozen=True):
     structured_outputs: StructuredOutputsFields | None = None
 
 
-class GenerationRequest(SamplingRequest, kw_only=True, frozen=True):
+class RefusedFields(SamplingRequest, kw_only=True, frozen=True):
+    """Those of vLLM that are known only so that they can be refused with advice: see `sampling`."""
+
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json_object: Any = None
+    logits_processors: Any = None
+    logprob_token_ids: Any = None
+    thinking_token_budget: Any = None
+    repetition_detection: Any = None
+    watermarking: Any = None
+    return_prompt_text: Any = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    vllm_xargs: Any = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
+    web_search_options: Any = None
+    include_reasoning: Any = None
+    stream_interval: Any = None
+
+
+class GenerationRequest(RefusedFields, kw_only=True, frozen=True):
     """What chat and plain completions have in common."""
 
     stream_options: StreamOptions | None = None

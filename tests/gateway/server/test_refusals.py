@@ -64,6 +64,14 @@ BOTH = [
     ({"use_beam_search": True}, "use_beam_search", "not supported"),
     ({"truncate_prompt_tokens": 4}, "truncate_prompt_tokens", "not supported yet"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream is true"),
+    ({"guided_json": {"type": "object"}}, "guided_json", "use structured_outputs.json"),
+    ({"guided_regex": "a+"}, "guided_regex", "use structured_outputs.regex"),
+    ({"logits_processors": ["x"]}, "logits_processors", "use logit_bias"),
+    ({"thinking_token_budget": 0}, "thinking_token_budget", "use max_tokens"),
+    ({"kv_transfer_params": {}}, "kv_transfer_params", "leave it out"),
+    ({"vllm_xargs": {"a": 1}}, "vllm_xargs", "leave it out"),
+    ({"include_reasoning": False}, "include_reasoning", "always shown"),
+    ({"stream_interval": 5}, "stream_interval", "as they come"),
     ({"stream": "yes"}, "stream", '"yes"'),
     ({"model": 7}, "model", "7"),
 ]  # fmt: skip
@@ -165,3 +173,17 @@ async def test_what_openai_takes_is_taken(serve: Any, fields: dict[str, Any]) ->
     served = await serve()
     status, body, _ = await served.post(CHAT, {**CHAT_BODY, **fields})
     assert status == 200, body
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, CHAT_BODY), (COMPLETIONS, COMPLETION_BODY)])
+async def test_fields_of_vllms_and_openais_clients_that_ask_for_nothing_are_taken(
+    serve: Any, path: str, body: dict[str, Any]
+) -> None:
+    served = await serve()
+    nothing = {
+        "include_reasoning": True, "stream_interval": 1, "watermarking": False, "guided_json": None, "user": "u",
+        "metadata": {"a": "b"}, "service_tier": "auto", "length_penalty": 1.0, "spaces_between_special_tokens": True,
+        "truncate_prompt_tokens": None, "use_beam_search": False, "store": False,
+    }  # fmt: skip
+    status, _, _ = await served.post(path, {**body, **nothing})
+    assert status == 200
