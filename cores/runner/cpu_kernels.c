@@ -36,6 +36,12 @@ INLINE bf16 narrow(float x) {
 
 /* --- vectors ----------------------------------------------------------------------------------------------------------- */
 
+#ifdef __clang__
+#define SHUFFLED(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else /* GCC knows the other only from 12 on */
+#define SHUFFLED(x, y, ...) __builtin_shuffle(x, y, (ints){__VA_ARGS__})
+#endif
+
 /* 32 numbers, those at even places and those at odd ones: two operations, where keeping their order takes eight. */
 typedef struct { floats even, odd; } pair;
 
@@ -49,15 +55,15 @@ INLINE pair load_pair(const bf16 *at) {
 INLINE floats sums(floats *x) {
     for (int n = LANES / 2; n; n /= 2)
         for (int i = 0; i < n; i++)
-            x[i] = __builtin_shufflevector(x[2 * i], x[2 * i + 1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
-                 + __builtin_shufflevector(x[2 * i], x[2 * i + 1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+            x[i] = SHUFFLED(x[2 * i], x[2 * i + 1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+                 + SHUFFLED(x[2 * i], x[2 * i + 1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
     return x[0];
 }
 
 INLINE floats pick(ints where, floats x, floats y) { return (floats)(((ints)x & where) | ((ints)y & ~where)); }
 
-#define TURNED(x, n) __builtin_shufflevector(x, x, n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, (n + 8) % LANES, \
-    (n + 9) % LANES, (n + 10) % LANES, (n + 11) % LANES, (n + 12) % LANES, (n + 13) % LANES, (n + 14) % LANES, (n + 15) % LANES)
+#define TURNED(x, n) SHUFFLED(x, x, n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, (n + 8) % LANES, (n + 9) % LANES, \
+    (n + 10) % LANES, (n + 11) % LANES, (n + 12) % LANES, (n + 13) % LANES, (n + 14) % LANES, (n + 15) % LANES)
 
 INLINE float total(floats x) {
     x += TURNED(x, 8);

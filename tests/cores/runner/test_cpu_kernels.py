@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -145,6 +146,26 @@ def test_results_are_rounded_as_torch_rounds(kernels: CpuKernels) -> None:
         assert torch.equal(rotated, (finite.float() * factor).to(BFLOAT16))
 
 
+def test_what_c_would_read_wrongly_or_beyond_its_end_is_refused(kernels: CpuKernels) -> None:
+    """A norm kept in float32, weights that sleep, a model that rotates a part of each head: torch's operations say no, too."""
+    x = torch.randn(2, 64).to(BFLOAT16)
+    with pytest.raises(TypeError, match="float32"):
+        kernels.rms_norm(x, torch.ones(64), 1e-5)
+    with pytest.raises(RuntimeError, match=r"\[0\] must be 64"):
+        kernels.rms_norm(x, x.new_empty(0), 1e-5)
+    states, half = torch.randn(2, 3, 64).to(BFLOAT16), torch.randn(2, 1, 32).to(BFLOAT16)
+    with pytest.raises(RuntimeError, match=r"\[2, 1, 32\] must be 64"):
+        kernels.rotate(states, 3, half, half)
+
+
+@pytest.mark.parametrize("width", [64, 100, 577])
+def test_norm_of_a_row_has_the_same_bits_in_any_batch_and_at_any_address(kernels: CpuKernels, width: int) -> None:
+    x, weight = torch.randn(33, width).to(BFLOAT16), torch.randn(width).to(BFLOAT16)
+    together = kernels.rms_norm(x, weight, 1e-5)
+    for row in range(33):
+        assert torch.equal(kernels.rms_norm(x[row : row + 1], weight, 1e-5)[0], together[row])
+
+
 # --- compiling ----------------------------------------------------------------------------------------------------------
 
 
@@ -167,6 +188,45 @@ def test_a_second_start_compiles_nothing(kernels: CpuKernels, cache: Path, tmp_p
     assert [path.suffix for path in cache.iterdir()] == [".so"]
 
 
+@pytest.fixture
+def quick(tmp_path: Path) -> list[str]:
+    """A compiler whose libraries are a line of text."""
+    script = 'case "$*" in *--version) exit;; esac; while [ "$1" != -o ]; do shift; done; echo made > "$2"'
+    return compiler(tmp_path / "quick", script)
+
+
+def test_other_arguments_of_the_compiler_make_another_file(quick: list[str], cache: Path) -> None:
+    assert cpu_kernels._compiled(quick, cache) != cpu_kernels._compiled([*quick, "-g"], cache)
+
+
+@pytest.mark.parametrize("rest", [b"", b"mad", b"made\n" + bytes(32)], ids=["empty", "half", "zeros"])
+def test_a_damaged_file_is_compiled_again(quick: list[str], cache: Path, rest: bytes) -> None:
+    path = cpu_kernels._compiled(quick, cache)
+    whole = path.read_bytes()
+    path.write_bytes(rest)
+    assert cpu_kernels._compiled(quick, cache) == path
+    assert path.read_bytes() == whole
+
+
+def test_a_cache_that_other_users_may_write_is_not_run(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", compiler(tmp_path / "cc", "exit 1")[0])
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    assert load_cpu_kernels.__wrapped__() is None
+    assert f"{cache} belongs to another user, or others may write there" in caplog.text
+
+
+def test_only_its_user_may_write_the_cache_whatever_the_umask(quick: list[str], cache: Path) -> None:
+    before = os.umask(0)
+    try:
+        cpu_kernels._compiled(quick, cache)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
 def test_ranks_that_start_together_all_find_a_whole_file(kernels: CpuKernels, cache: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         (path,) = set(pool.map(lambda _: cpu_kernels._compiled(["cc"], cache), range(4)))
@@ -179,8 +239,9 @@ def test_ranks_that_start_together_all_find_a_whole_file(kernels: CpuKernels, ca
         ("no-such-compiler", "no C compiler (no-such-compiler)"),
         ("sh -c 'echo cannot >&2; exit 1'", "sh failed: cannot"),
         ("sh -c true", "No such file or directory"),
+        ("cc '", "No closing quotation"),
     ],
-    ids=["missing", "failing", "one that makes nothing"],
+    ids=["missing", "failing", "one that makes nothing", "a quote left open"],
 )
 def test_without_a_compiler_that_works_there_are_no_kernels_and_the_log_says_why(
     cc: str, reason: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -190,6 +251,15 @@ def test_without_a_compiler_that_works_there_are_no_kernels_and_the_log_says_why
         assert load_cpu_kernels.__wrapped__() is None
     assert reason in caplog.text
     assert "torch's own operations serve" in caplog.text
+
+
+def test_the_log_quotes_the_compilers_error_not_its_drawing(
+    kernels: CpuKernels, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", "cc -D__builtin_shuffle=unknown")  # as a compiler that has no such operation
+    assert load_cpu_kernels.__wrapped__() is None
+    assert "cc failed: " in caplog.text
+    assert "error: " in caplog.text
 
 
 def test_kernels_use_the_threads_that_torch_has(kernels: CpuKernels) -> None:
