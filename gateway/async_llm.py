@@ -134,7 +134,10 @@ class AsyncLLM(EngineClient):
                 undo.callback(shutil.rmtree, own_run_directory, ignore_errors=True)
                 place = FrontEndPlace(run_directory=own_run_directory)
             config = dataclasses.replace(config, engine=with_absolute_paths(config.engine))
-            renderer = Renderer.from_directory(config.engine.model, config.server.chat_template, config.server.marker_tokens)
+            # In a thread: a tokenizer of 128,000 tokens loads for a second, and /live must answer.
+            renderer = await asyncio.to_thread(
+                Renderer.from_directory, config.engine.model, config.server.chat_template, config.server.marker_tokens
+            )
             undo.callback(renderer.close)
             core_client = make_async_mp_client(config, place)
             undo.push_async_callback(core_client.shutdown)
