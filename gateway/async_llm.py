@@ -45,6 +45,7 @@ from gateway.outputs import PoolingRequestOutput, RequestOutput, to_pooling_outp
 from gateway.renderer import Renderer
 from gateway.request_logger import RequestLogger
 from gateway.request_sender import RequestOptions, RequestSender
+from gateway.sampling_defaults import read_sampling_defaults
 from gateway.stat_loggers import LogLine, StatLoggerFactory, StatLoggers, make_tracer
 from gateway.status import StatusSnapshot
 
@@ -134,10 +135,10 @@ class AsyncLLM(EngineClient):
                 undo.callback(shutil.rmtree, own_run_directory, ignore_errors=True)
                 place = FrontEndPlace(run_directory=own_run_directory)
             config = dataclasses.replace(config, engine=with_absolute_paths(config.engine))
+            server, sampling_defaults = config.server, read_sampling_defaults(config)
             # In a thread: a tokenizer of 128,000 tokens loads for a second, and /live must answer.
-            renderer = await asyncio.to_thread(
-                Renderer.from_directory, config.engine.model, config.server.chat_template, config.server.marker_tokens
-            )
+            arguments = (server.chat_template, server.marker_tokens, server.chat_template_defaults)
+            renderer = await asyncio.to_thread(Renderer.from_directory, config.engine.model, *arguments)
             undo.callback(renderer.close)
             core_client = make_async_mp_client(config, place)
             undo.push_async_callback(core_client.shutdown)
@@ -145,7 +146,7 @@ class AsyncLLM(EngineClient):
                 core_client.on_shutdown = on_shutdown
             on_core_client(core_client)
             await core_client.start()
-            model_config = ModelConfig.of(config, core_client.ready_messages)
+            model_config = ModelConfig.of(config, core_client.ready_messages, sampling_defaults)
             llm = cls(config, model_config, renderer, core_client, stores=stores)
             llm._own_run_directory, llm._started_s = own_run_directory, started_s
             undo.pop_all()  # from here on they are the client's to close

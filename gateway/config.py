@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from cores.config import ConfigError, EngineConfig, check_fields, opt, parse_lora_modules
 from gateway.parsers.choice import TOOL_CALL_PARSERS, marker_tokens
@@ -18,6 +18,17 @@ __all__ = [
 
 DEFAULT_POLICY = "prefix_affinity"
 MAX_RANKS = 1024
+
+
+def json_object(flag: str, text: str) -> dict[str, Any]:
+    """What a flag that takes JSON means. Raises `ConfigError`."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{flag} takes a JSON object, got {text!r}")
+    return value
 
 
 def _listed(words: tuple[str, ...]) -> tuple[str, ...]:
@@ -51,6 +62,14 @@ class ServerConfig:
         f"how the model writes tool calls, which tool_choice auto needs: {', '.join(TOOL_CALL_PARSERS)}",
         choices=tuple(TOOL_CALL_PARSERS),
     )
+    default_chat_template_kwargs: str | None = opt(
+        None, "JSON object for the chat template, where a request's chat_template_kwargs do not say", json=True
+    )
+    generation_config: str = opt(
+        "auto",
+        "directory whose generation_config.json says how to sample where a request does not; auto: the model's own; vllm: none",
+    )
+    override_generation_config: str | None = opt(None, "JSON object whose values beat those of the file", json=True)
     enable_auto_tool_choice: bool | None = opt(None, "as in vLLM; --tool-call-parser alone does it")
     reasoning_parser: str | None = opt(
         None,
@@ -82,6 +101,7 @@ class ServerConfig:
         ):
             if not all(text.strip() for text in texts):
                 raise ConfigError(f"{flag} must not be empty")
+        _ = self.chat_template_defaults, self.generation_config_override  # raise for what is no JSON
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser")
         if self.enable_auto_tool_choice is False and self.tool_call_parser is not None:
@@ -96,6 +116,14 @@ class ServerConfig:
             raise ConfigError(
                 f"--metrics-prefix must be letters, digits, `_` and `:`, no digit first, got {self.metrics_prefix!r}"
             )
+
+    @property
+    def chat_template_defaults(self) -> dict[str, Any]:
+        return json_object("--default-chat-template-kwargs", self.default_chat_template_kwargs or "{}")
+
+    @property
+    def generation_config_override(self) -> dict[str, Any]:
+        return json_object("--override-generation-config", self.override_generation_config or "{}")
 
     @property
     def marker_tokens(self) -> tuple[str, ...]:

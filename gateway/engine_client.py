@@ -7,7 +7,7 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cores.messages import EngineReady
@@ -52,6 +52,7 @@ class ModelConfig:
     supported_tasks: tuple[str, ...] = ("generate",)  # or "embed"
     embedding_size: int = 0
     embedding_dimensions: tuple[int, ...] = ()  # smaller sizes that vectors may be cut to
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # where a request does not say: of `SamplingParams`
 
     @property
     def context_length(self) -> str:
@@ -68,7 +69,7 @@ class ModelConfig:
         raise InvalidRequestError(f"model {self.name!r} makes embeddings (/v1/embeddings) and generates no text", "model")
 
     @classmethod
-    def of(cls, config: GatewayConfig, ranks: Sequence[EngineReady]) -> ModelConfig:
+    def of(cls, config: GatewayConfig, ranks: Sequence[EngineReady], sampling_defaults: Mapping[str, Any]) -> ModelConfig:
         """What all ranks can do: the least of each."""
         path = config.engine.model
         return cls(
@@ -83,6 +84,7 @@ class ModelConfig:
             supported_tasks=ranks[0].supported_tasks,
             embedding_size=ranks[0].embedding_size,
             embedding_dimensions=ranks[0].embedding_dimensions,
+            sampling_defaults=sampling_defaults,
         )
 
 

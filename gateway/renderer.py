@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
@@ -45,9 +46,20 @@ class Renderer:
     """One model's template and tokenizer. Its calls are pure; only `encode_async` leaves the loop's thread."""
 
     def __init__(
-        self, tokenizer: Tokenizer, chat_template: str | None, *, clock: Callable[[], datetime] = datetime.now
+        self,
+        tokenizer: Tokenizer,
+        chat_template: str | None,
+        default_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        clock: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """Raises `ConfigError` for a template with a syntax error. `clock` is what templates see as the date."""
+        """`default_kwargs` are for the template, where a request does not say. `clock` is what templates see as the date.
+
+        Raises `ConfigError` for a template with a syntax error.
+        """
+        if reserved := sorted(_RESERVED & default_kwargs.keys()):
+            raise ConfigError(f"--default-chat-template-kwargs must not set {reserved[0]!r}")
+        self._default_kwargs = dict(default_kwargs)
         self.tokenizer = tokenizer
         self._clock = clock
         self._template = None if chat_template is None else self._compile(chat_template)
@@ -55,11 +67,16 @@ class Renderer:
 
     @classmethod
     def from_directory(
-        cls, path: str | Path, chat_template_file: str | None = None, shown_tokens: tuple[str, ...] = ()
+        cls,
+        path: str | Path,
+        chat_template_file: str | None = None,
+        shown_tokens: tuple[str, ...] = (),
+        default_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> Renderer:
         """`shown_tokens` as in `Tokenizer`. Raises `ConfigError` that names what is missing or broken."""
         directory = Path(path)
-        return cls(Tokenizer.from_directory(directory, shown_tokens), _load_template(directory, chat_template_file))
+        tokenizer = Tokenizer.from_directory(directory, shown_tokens)
+        return cls(tokenizer, _load_template(directory, chat_template_file), default_kwargs)
 
     # --- chat ---------------------------------------------------------------------------------------------------------
 
@@ -88,7 +105,11 @@ class Renderer:
         chat = normalise_messages(messages)
         if continue_final_message:
             chat[-1]["content"] += _END_OF_CONTENT
-        context = kwargs | {"messages": chat, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
+        context = (
+            self._default_kwargs
+            | kwargs
+            | {"messages": chat, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
+        )
         text = _render(self._template, context)
         return _cut_behind_final_message(text) if continue_final_message else text
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import types
 import typing
 from collections.abc import Mapping
@@ -83,6 +84,8 @@ class Setting:
         if get_origin(self.hint) is tuple:
             items = value if isinstance(value, list) else [value]
             return tuple(_checked(item, str) for item in items)
+        if isinstance(value, dict) and self.metadata.get("json"):
+            return json.dumps(value)
         if isinstance(value, str) and {"suffixes", "spellings"} & self.metadata.keys():
             return self.from_text(value)
         return _checked(value, str if get_origin(self.hint) is Literal else self.hint)

@@ -6,6 +6,7 @@ from typing import Any
 
 from cores.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams, StructuredOutputs
 from gateway.errors import InvalidRequestError
+from gateway.sampling_defaults import SamplingDefaults
 from gateway.server.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from gateway.server.structured import to_structured_outputs
 from gateway.server.tools import forced_call
@@ -42,18 +43,23 @@ _ADVICE = {
 _ASKS_NOTHING = {"include_reasoning": True, "stream_interval": 1}  # of the others: false
 
 
-def to_sampling_params(request: CompletionRequest | ChatCompletionRequest) -> SamplingParams:
-    """Raises `InvalidRequestError` or `InvalidParameterError` for the first field that cannot be served."""
+def to_sampling_params(request: CompletionRequest | ChatCompletionRequest, defaults: SamplingDefaults) -> SamplingParams:
+    """`defaults` stand where the request does not say.
+
+    Raises `InvalidRequestError` or `InvalidParameterError` for the first field that cannot be served.
+    """
     refuse_unsupported(request)
-    values: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+    values = dict(defaults)
+    values |= {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
     values.update({name: tuple(value) for name in _LISTS if (value := getattr(request, name)) is not None})
     if request.stop is not None:
         values["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
     if request.logit_bias is not None:
         values["logit_bias"] = _logit_bias(request.logit_bias)
+    if (max_tokens := _max_tokens(request)) is not None:
+        values["max_tokens"] = max_tokens
     params = SamplingParams(
         **values,
-        max_tokens=_max_tokens(request),
         logprobs=_num_logprobs(request),
         prompt_logprobs=_num_prompt_logprobs(request),
         structured_outputs=_structured_outputs(request),

@@ -37,7 +37,7 @@ class Stage:
         self.group = group
         self.outputs: list[RequestOutput] = []  # of all readers
         renderer = Renderer.from_directory(model)
-        model_config = ModelConfig.of(group.config, group.client.ready_messages)
+        model_config = ModelConfig.of(group.config, group.client.ready_messages, {})
         self.llm = AsyncLLM(group.config, model_config, renderer, group.client, clock=group.clock)
         self.llm.output_handler.start()
 

@@ -405,3 +405,12 @@ async def test_the_loop_turns_while_a_long_prompt_is_tokenized() -> None:
         num_turns += 1
     renderer.close()
     assert num_turns > 5, "the tokenizer kept the interpreter's lock"
+
+
+def test_the_servers_words_for_the_template_stand_where_a_request_has_none() -> None:
+    tokenizer = Tokenizer(make_tiny_tokenizer(), bos_token=None, eos_token=None)
+    renderer = Renderer(tokenizer, "{{ enable_thinking }} {{ mood }}", {"enable_thinking": False, "mood": "calm"})
+    assert renderer.render_chat(HELLO) == "False calm"
+    assert renderer.render_chat(HELLO, chat_template_kwargs={"enable_thinking": True}) == "True calm"
+    with pytest.raises(ConfigError, match="--default-chat-template-kwargs must not set 'messages'"):
+        Renderer(tokenizer, None, {"messages": []})

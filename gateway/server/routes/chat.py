@@ -31,7 +31,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     model = state.resolve_model(body.model)
     engine.model_config.check_task("generate")
     check_tools(body, state.config.server.tool_call_parser)
-    params = to_sampling_params(body)
+    params = to_sampling_params(body, engine.model_config.sampling_defaults)
     routing = Routing.from_request(request, request_id)
     # Before the work of rendering and tokenizing, which an overloaded server cannot afford for nothing.
     with engine.preparing(params.n):

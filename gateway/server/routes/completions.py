@@ -28,7 +28,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, _decoder)
     model = state.resolve_model(body.model)
     engine.model_config.check_task("generate")
-    params = to_sampling_params(body)
+    params = to_sampling_params(body, engine.model_config.sampling_defaults)
     routing = Routing.from_request(request, request_id)
     with engine.preparing(check_num_sequences(len(split_prompts(body.prompt)), params.n)):
         prompts = await completion_prompts(body, engine)

@@ -12,6 +12,7 @@ from aiohttp import web
 from cores.sampling_params import SamplingParams
 from gateway.engine_client import EngineClient
 from gateway.errors import InvalidRequestError
+from gateway.sampling_defaults import SamplingDefaults
 from gateway.server.body import read_body
 from gateway.server.chat_message import AnswerForm
 from gateway.server.generation import Routing, generate
@@ -45,7 +46,7 @@ async def _respond(request: web.Request, body: ResponsesRequest, chat: ChatCompl
     model = state.resolve_model(body.model)
     engine.model_config.check_task("generate")
     check_tools(chat, state.config.server.tool_call_parser)
-    params = _sampling_params(chat)
+    params = _sampling_params(chat, engine.model_config.sampling_defaults)
     routing = Routing.from_request(request, request_id)
     # Before the work of rendering and tokenizing, which an overloaded server cannot afford for nothing.
     with engine.preparing(params.n):
@@ -95,8 +96,8 @@ def _token_id(engine: EngineClient, marker: str) -> int | None:
     return token_ids[0] if len(token_ids) == 1 else None
 
 
-def _sampling_params(chat: ChatCompletionRequest) -> SamplingParams:
-    params = to_sampling_params(chat)
+def _sampling_params(chat: ChatCompletionRequest, defaults: SamplingDefaults) -> SamplingParams:
+    params = to_sampling_params(chat, defaults)
     wanted = params.structured_outputs
     if wanted is None or wanted.param != "response_format":
         return params

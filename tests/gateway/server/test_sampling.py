@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,17 +16,28 @@ chat_decoder, completion_decoder = BodyDecoder(ChatCompletionRequest), BodyDecod
 
 
 def chat_params(**fields: Any) -> SamplingParams:
-    return to_sampling_params(chat_decoder.decode(json.dumps({"messages": [], **fields}).encode()))
+    return to_sampling_params(chat_decoder.decode(json.dumps({"messages": [], **fields}).encode()), {})
 
 
 def completion_params(**fields: Any) -> SamplingParams:
-    return to_sampling_params(completion_decoder.decode(json.dumps({"prompt": "", **fields}).encode()))
+    return to_sampling_params(completion_decoder.decode(json.dumps({"prompt": "", **fields}).encode()), {})
 
 
 def test_defaults_are_openais() -> None:
     assert chat_params() == SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
     assert completion_params() == SamplingParams(max_tokens=16, output_kind=RequestOutputKind.FINAL_ONLY)
     assert chat_params(stream=True).output_kind is RequestOutputKind.DELTA
+
+
+def test_the_models_defaults_stand_where_a_request_does_not_say() -> None:
+    defaults = {"temperature": 0.6, "top_k": 20, "max_tokens": 99}
+    chat = chat_decoder.decode(b'{"messages": [], "top_k": null}')
+    told = chat_decoder.decode(b'{"messages": [], "temperature": 1, "top_k": -1, "max_tokens": 5}')
+    plain = completion_decoder.decode(b'{"prompt": ""}')
+    assert [
+        (params.temperature, params.top_k, params.max_tokens)
+        for params in (to_sampling_params(request, defaults) for request in (chat, told, plain))
+    ] == [(0.6, 20, 99), (1.0, -1, 5), (0.6, 20, 16)]
 
 
 def test_every_sampling_field_arrives() -> None:
@@ -61,3 +73,19 @@ def test_chat_logprobs_count_alternatives_beside_the_chosen_token(fields: dict[s
 def test_completion_logprobs_are_a_number() -> None:
     assert completion_params(logprobs=0).logprobs == 0
     assert completion_params(logprobs=5).logprobs == 5
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/responses", {"input": "Hi"}),
+    ],
+)
+async def test_every_route_samples_with_the_models_defaults(serve: Any, path: str, body: dict[str, Any]) -> None:
+    served = await serve()
+    served.engine.model_config = replace(served.engine.model_config, sampling_defaults={"temperature": 0.25, "top_k": 7})
+    status, _, _ = await served.post(path, {**body, "temperature": 0.5})
+    params = served.engine.requests[0].params
+    assert (status, params.temperature, params.top_k) == (200, 0.5, 7)

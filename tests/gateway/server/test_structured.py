@@ -28,7 +28,7 @@ decoder = BodyDecoder(ChatCompletionRequest)
 
 
 def structured(**fields: Any) -> StructuredOutputs | None:
-    return to_sampling_params(decoder.decode(json.dumps({"messages": [], **fields}).encode())).structured_outputs
+    return to_sampling_params(decoder.decode(json.dumps({"messages": [], **fields}).encode()), {}).structured_outputs
 
 
 def wrapped(schema: Any, **more: Any) -> dict[str, Any]:

@@ -217,7 +217,7 @@ async def test_a_call_in_tags_has_arguments_as_the_tool_s_schema_says(serve: Any
 async def test_the_grammar_of_a_forced_call_compiles(tmp_path: Path, tool_choice: Any) -> None:
     body = {"messages": QUESTION, "tools": [TIME, WEATHER], "tool_choice": tool_choice, "parallel_tool_calls": False}
     request = BodyDecoder(ChatCompletionRequest).decode(json.dumps(body).encode())
-    wanted = to_sampling_params(request).structured_outputs
+    wanted = to_sampling_params(request, {}).structured_outputs
     assert wanted is not None
     model = make_tiny_model_dir(tmp_path)
     checker = GrammarChecker(
