@@ -211,5 +211,6 @@ def _cache_directory() -> Path:
 def _reason(error: Exception) -> str:
     if isinstance(error, subprocess.CalledProcessError) and error.stderr.strip():
         lines = error.stderr.strip().splitlines()  # GCC's last one is a drawing of where it stopped
-        return f"{error.cmd[0]} failed: {next((line for line in lines if 'error:' in line), lines[-1])}"
+        told = (line for line in lines if "error:" in line or "ld:" in line)
+        return f"{error.cmd[0]} failed: {next(told, lines[-1])}"
     return str(error)
