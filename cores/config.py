@@ -105,6 +105,14 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = opt(
         None, "size of the KV cache in bytes; default: from the memory", min=1, suffixes=True
     )
+    gpu_memory_utilization: float | None = opt(
+        None,
+        "share of a GPU's memory for weights, KV cache and steps together, where no size of the cache is given; default: nine"
+        " tenths of what is free once the weights are there",
+        min=0.01,
+        max=1,
+        aliases=("--device-memory-utilization",),
+    )
     enable_prefix_caching: bool = opt(True, "reuse the KV cache of equal prompt prefixes")
     scheduling_policy: Literal["fcfs", "priority"] = opt("fcfs", "order of waiting requests inside an engine")
     seed: int = opt(0, "of the weights of a randomly initialised model; requests have their own")
@@ -126,6 +134,9 @@ class EngineConfig:
             object.__setattr__(self, "profile_dir", os.path.abspath(self.profile_dir))
         if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError("--num-kv-blocks and --kv-cache-memory-bytes exclude each other")
+        if self.gpu_memory_utilization is not None and (self.engine == "simulated" or self.device == "cpu"):
+            where = "--engine simulated" if self.engine == "simulated" else "--device cpu"
+            raise ConfigError(f"--gpu-memory-utilization is for GPUs; with {where} use --num-kv-blocks")
 
     def _check_vllm(self) -> None:
         if self.vllm_args and self.engine != "vllm":

@@ -235,6 +235,18 @@ def free_memory_bytes(device: torch.device) -> int:
     return free if limit is None else min(free, limit)
 
 
+def gpu_share_bytes(device: torch.device, utilization: float | None) -> int | None:
+    """What is left of this process's share of a GPU, or None where none was given. Raises `ConfigError` for a CPU.
+
+    What other processes have there is not counted: two ranks with 0.45 each share a GPU.
+    """
+    if utilization is None:
+        return None
+    if device.type != "cuda":
+        raise ConfigError(f"--gpu-memory-utilization is for GPUs, but the model is on {device}; use --kv-cache-memory-bytes")
+    return int(torch.cuda.mem_get_info(device)[1] * utilization) - torch.cuda.memory_reserved(device)
+
+
 def cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """What a container's limit leaves (cgroup v2), or None: the machine's figures do not know of it."""
     try:

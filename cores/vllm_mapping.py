@@ -70,6 +70,8 @@ def engine_args(config: EngineConfig, known: Collection[str], cpu_kv_cache_bytes
     args: dict[str, Any] = {name: value for name in _OURS if (value := getattr(config, name)) is not None}
     if config.num_kv_blocks is not None:
         args["num_gpu_blocks_override"] = config.num_kv_blocks
+    if config.gpu_memory_utilization is not None:
+        args["gpu_memory_utilization"] = config.gpu_memory_utilization
     if config.kv_cache_memory_bytes is None and cpu_kv_cache_bytes is not None:
         args["kv_cache_memory_bytes"] = cpu_kv_cache_bytes
     if config.profile_dir is not None:

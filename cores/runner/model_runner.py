@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from cores.config import ConfigError, EngineConfig
-from cores.loader import LoadedModel, device_name, free_memory_bytes, load_model
+from cores.loader import LoadedModel, device_name, free_memory_bytes, gpu_share_bytes, load_model
 from cores.request import Request
 from cores.runner.attention import MakeAttentionStep
 from cores.runner.cpu_kernels import CpuKernels, load_cpu_kernels
@@ -126,6 +126,7 @@ class TorchModelRunner(TorchOperations):
             max_num_seqs=self._config.max_num_seqs,
             num_kv_blocks=self._config.num_kv_blocks,
             kv_cache_memory_bytes=self._config.kv_cache_memory_bytes,
+            gpu_share_bytes=gpu_share_bytes(loaded.device, self._config.gpu_memory_utilization),
             step_bytes=step_bytes,
         )
 

@@ -45,24 +45,28 @@ def choose_num_kv_blocks(
     max_num_seqs: int,
     num_kv_blocks: int | None = None,
     kv_cache_memory_bytes: int | None = None,
+    gpu_share_bytes: int | None = None,
     step_bytes: int = 0,
 ) -> int:
     """As many blocks as were asked for, else as the free memory gives. Raises `ConfigError` with the numbers.
 
-    `step_bytes`: what a step needs besides, on a GPU.
+    On a GPU, `step_bytes` is what a step needs besides, and `gpu_share_bytes` what --gpu-memory-utilization leaves for both.
     """
     if num_kv_blocks is not None:
         num_blocks, wanted_by = num_kv_blocks, f"--num-kv-blocks {num_kv_blocks}"
     elif kv_cache_memory_bytes is not None:
         num_blocks, wanted_by = kv_cache_memory_bytes // shape.block_bytes, f"--kv-cache-memory-bytes {kv_cache_memory_bytes}"
     else:
-        if is_cuda:
+        source = "free memory"
+        if is_cuda and gpu_share_bytes is not None:
+            budget, source = max(0.0, gpu_share_bytes - step_bytes), "what --gpu-memory-utilization leaves"
+        elif is_cuda:
             budget = max(0.0, free_bytes * CUDA_UTILISATION - step_bytes)
         else:
             budget = min(CPU_MAX_BYTES, free_bytes * CPU_MEMORY_SHARE)
         # More than every sequence at its longest is never used.
         most = max_num_seqs * shape.num_blocks_for(max_model_len)
-        num_blocks, wanted_by = min(most, int(budget) // shape.block_bytes), f"{_mib(int(budget))} of free memory"
+        num_blocks, wanted_by = min(most, int(budget) // shape.block_bytes), f"{_mib(int(budget))} of {source}"
     # The scheduler lowers the model length to what the cache holds: fine, unless somebody asked for that length.
     needed = max_model_len if must_hold_model_len else 2  # a prompt of one token and its answer
     if num_blocks < shape.num_blocks_for(needed):

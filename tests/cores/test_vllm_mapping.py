@@ -47,6 +47,8 @@ def test_settings_have_vllms_names_and_what_is_not_set_is_vllms_to_choose() -> N
     assert {name: args[name] for name in expected} == expected
     assert args.keys().isdisjoint({"max_model_len", "block_size", "kv_cache_memory_bytes", "profiler_config"})
     assert args["distributed_executor_backend"] == "uni"
+    assert "gpu_memory_utilization" not in args
+    assert engine_args(config(gpu_memory_utilization=0.4), KNOWN, None)["gpu_memory_utilization"] == 0.4
 
 
 def test_a_cpu_gets_a_cache_of_bounded_size_unless_another_is_asked_for() -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cores.config import ConfigError
+from cores.config import ConfigError, EngineConfig
+from cores.loader import gpu_share_bytes
 from cores.messages import FinishReason
 from cores.runner.paged_kv_cache import CPU_MAX_BYTES, KVCacheShape, choose_num_kv_blocks
 from cores.runner.testing import make_tiny_llama
@@ -48,6 +49,25 @@ def test_on_a_gpu_the_largest_step_keeps_its_memory() -> None:
         choose(**on_gpu, step_bytes=100 * GIB)
     with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes \d+ needs 79872 MiB .* only 77824 MiB are free"):
         choose(**on_gpu, kv_cache_memory_bytes=78 * GIB, step_bytes=4 * GIB)
+
+
+def test_a_share_of_the_gpu_is_for_the_step_and_the_cache() -> None:
+    on_gpu = {"free_bytes": 70 * GIB, "is_cuda": True, "max_num_seqs": 1024, "step_bytes": 4 * GIB}
+    assert choose(**on_gpu, gpu_share_bytes=30 * GIB) == 26 * GIB // 368_640
+    assert choose(**on_gpu, gpu_share_bytes=30 * GIB, kv_cache_memory_bytes=GIB) == GIB // 368_640
+    with pytest.raises(ConfigError, match="0 MiB of what --gpu-memory-utilization leaves gives a KV cache of 0 blocks"):
+        choose(**on_gpu, gpu_share_bytes=3 * GIB)
+    with pytest.raises(ConfigError, match="only 67584 MiB are free"):
+        choose(**on_gpu, gpu_share_bytes=72 * GIB)
+
+
+def test_a_share_of_a_gpu_is_refused_on_a_cpu() -> None:
+    assert gpu_share_bytes(torch.device("cpu"), None) is None
+    with pytest.raises(ConfigError, match="is for GPUs, but the model is on cpu"):
+        gpu_share_bytes(torch.device("cpu"), 0.9)
+    for where in ({"device": "cpu"}, {"engine": "simulated"}):
+        with pytest.raises(ConfigError, match="--gpu-memory-utilization is for GPUs; with"):
+            EngineConfig(gpu_memory_utilization=0.9, **where)  # type: ignore[arg-type]
 
 
 def test_no_more_blocks_than_all_sequences_can_use() -> None:
