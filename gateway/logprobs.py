@@ -53,6 +53,10 @@ class PromptLogprobs(Sequence[PositionLogprobs | None]):
         """Of the token that has no log-probability."""
         return _text(self._tokenizer.token_bytes(self._token_ids[0]))
 
+    @property
+    def first_token_id(self) -> int:
+        return self._token_ids[0]
+
     def __len__(self) -> int:
         return len(self._token_ids)
 

@@ -82,7 +82,7 @@ _REFUSED = (
     ("--allowed-origins is enough: methods and headers of the API are allowed", "allowed-methods allowed-headers"),
     ("keys are sent as a header, no cookies; leave it out", "allow-credentials"),
     ("let the proxy in front do that", "middleware ssl-ca-certs ssl-cert-reqs ssl-ciphers enable-ssl-refresh"),
-    ("say it in the request (return_token_ids)", "return-tokens-as-token-ids"),
+    ("say it in the request", "return-tokens-as-token-ids"),
     ("parsers are those of --tool-call-parser and --reasoning-parser", "tool-parser-plugin reasoning-parser-plugin"),
     ("parsers are those of --tool-call-parser", "tool-server"),
     ("--reasoning-parser says that", "enable-reasoning"),

@@ -33,6 +33,7 @@ class Answer:
     # How many alternatives of each prompt token are shown: in front of the output's (with `echo`), and by themselves.
     echo_logprobs: int | None = None
     prompt_logprobs: int | None = None
+    tokens_as_ids: bool = False  # log-probabilities call a token by its id
     form: AnswerForm | None = None  # of text that is more than content
 
     @property
@@ -56,7 +57,8 @@ class ApiShape:
     after_piece: str
     has_roles: bool
     whole_text: Callable[[str, str], dict[str, Any]]  # (role, text) -> fields of a choice
-    logprobs: Callable[[Sequence[PositionLogprobs], int], dict[str, Any]]  # (positions, offset of the first one's text)
+    # (positions, offset of the first one's text, `tokens_as_ids`)
+    logprobs: Callable[[Sequence[PositionLogprobs], int, bool], dict[str, Any]]
 
 
 def whole_answer(shape: ApiShape, answer: Answer, outputs: Sequence[RequestOutput]) -> bytes:
@@ -92,7 +94,7 @@ def _whole_choice(shape: ApiShape, answer: Answer, completion: CompletionOutput,
     choice = {
         "index": completion.index,
         **said,
-        "logprobs": None if positions is None else shape.logprobs(positions, len(prefix)),
+        "logprobs": None if positions is None else shape.logprobs(positions, len(prefix), answer.tokens_as_ids),
         "finish_reason": finish_reason,
         "stop_reason": completion.stop_reason,
     }
@@ -101,47 +103,63 @@ def _whole_choice(shape: ApiShape, answer: Answer, completion: CompletionOutput,
         if not shape.has_roles:
             choice["prompt_token_ids"] = answer.prompt_token_ids[completion.index // answer.n]
     if answer.echo_logprobs is not None and choice["logprobs"] is not None and output.prompt_logprobs is not None:
-        echoed = echoed_logprobs(output.prompt_logprobs, answer.echo_logprobs)
+        echoed = echoed_logprobs(output.prompt_logprobs, answer.echo_logprobs, as_ids=answer.tokens_as_ids)
         choice["logprobs"] = {name: column + choice["logprobs"][name] for name, column in echoed.items()}
     if answer.prompt_logprobs is not None and not shape.has_roles:
         choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, answer.prompt_logprobs)
     return choice
 
 
-def chat_logprobs(positions: Sequence[PositionLogprobs], _offset: int) -> dict[str, Any]:
+def chat_logprobs(positions: Sequence[PositionLogprobs], _offset: int, as_ids: bool) -> dict[str, Any]:
     content = [
-        {**_chat_logprob(position.chosen), "top_logprobs": [_chat_logprob(candidate) for candidate in position.top]}
+        {
+            **_chat_logprob(position.chosen, as_ids),
+            "top_logprobs": [_chat_logprob(candidate, as_ids) for candidate in position.top],
+        }
         for position in positions
     ]
     return {"content": content}
 
 
-def _chat_logprob(candidate: Logprob) -> dict[str, Any]:
-    return {"token": candidate.text, "logprob": _finite(candidate.logprob), "bytes": list(candidate.bytes_)}
+def _chat_logprob(candidate: Logprob, as_ids: bool) -> dict[str, Any]:
+    return {
+        "token": _name(candidate, as_ids),
+        "logprob": _finite(candidate.logprob),
+        "bytes": list(candidate.bytes_),
+    }
 
 
-def completion_logprobs(positions: Sequence[PositionLogprobs], offset: int) -> dict[str, Any]:
+def _name(candidate: Logprob, as_ids: bool) -> str:
+    return _id_name(candidate.token_id) if as_ids else candidate.text
+
+
+def _id_name(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+def completion_logprobs(positions: Sequence[PositionLogprobs], offset: int, as_ids: bool) -> dict[str, Any]:
     """OpenAI's columns. `top_logprobs` has the chosen token beside the most likely ones."""
     offsets, top = [], []
     for position in positions:
         offsets.append(offset)
         offset += len(position.chosen.text)
         candidates = (*position.top, position.chosen)
-        top.append({candidate.text: _finite(candidate.logprob) for candidate in candidates})
+        top.append({_name(candidate, as_ids): _finite(candidate.logprob) for candidate in candidates})
     return {
-        "tokens": [position.chosen.text for position in positions],
+        "tokens": [_name(position.chosen, as_ids) for position in positions],
         "token_logprobs": [_finite(position.chosen.logprob) for position in positions],
         "top_logprobs": top,
         "text_offset": offsets,
     }
 
 
-def echoed_logprobs(known: PromptLogprobs, num_top: int) -> dict[str, Any]:
+def echoed_logprobs(known: PromptLogprobs, num_top: int, *, as_ids: bool) -> dict[str, Any]:
     """The same of a prompt that stands in front of its output. Its first token has no log-probability."""
     positions = [PositionLogprobs(position.chosen, position.top[:num_top]) for position in known[1:] if position is not None]
-    columns = completion_logprobs(positions, len(known.first_text))
-    first = {"tokens": [known.first_text], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
-    return {name: first[name] + column for name, column in columns.items()}
+    columns = completion_logprobs(positions, len(known.first_text), as_ids)
+    name = _id_name(known.first_token_id) if as_ids else known.first_text
+    first = {"tokens": [name], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+    return {key: first[key] + column for key, column in columns.items()}
 
 
 def prompt_logprobs(known: PromptLogprobs | None, num_top: int) -> list[dict[str, Any] | None] | None:

@@ -119,6 +119,7 @@ class GenerationRequest(RefusedFields, kw_only=True, frozen=True):
     echo: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     # Known, and refused with a clear error where they ask for something: see `sampling`.
     use_beam_search: bool | None = None

@@ -99,7 +99,7 @@ class StreamEncoder:
         index, positions = completion.index, completion.logprobs
         fields: dict[str, Any] = {"logprobs": None, "finish_reason": completion.finish_reason}
         if positions is not None:
-            fields["logprobs"] = self._shape.logprobs(positions, self._offsets[index])
+            fields["logprobs"] = self._shape.logprobs(positions, self._offsets[index], self._answer.tokens_as_ids)
             self._offsets[index] += sum(len(position.chosen.text) for position in positions)
         if completion.finish_reason is not None:
             self._unfinished -= 1
@@ -114,7 +114,7 @@ class StreamEncoder:
         fields: dict[str, Any] = {"logprobs": None, "finish_reason": None}
         top_level: dict[str, Any] = {}
         if prompt_logprobs is not None and answer.echo_logprobs is not None:
-            fields["logprobs"] = echoed_logprobs(prompt_logprobs, answer.echo_logprobs)
+            fields["logprobs"] = echoed_logprobs(prompt_logprobs, answer.echo_logprobs, as_ids=answer.tokens_as_ids)
         if answer.return_token_ids:
             prompt_token_ids = answer.prompt_token_ids[index // answer.n]
             (top_level if shape.has_roles else fields)["prompt_token_ids"] = prompt_token_ids
@@ -146,7 +146,7 @@ class ParsedStreamEncoder(StreamEncoder):
         delta = message.push(completion.text, is_last=completion.finish_reason is not None)
         fields: dict[str, Any] = {"logprobs": None, "finish_reason": message.finish_reason(completion.finish_reason)}
         if completion.logprobs is not None:
-            fields["logprobs"] = self._shape.logprobs(completion.logprobs, 0)
+            fields["logprobs"] = self._shape.logprobs(completion.logprobs, 0, self._answer.tokens_as_ids)
         if completion.finish_reason is not None:
             self._unfinished -= 1
             fields["stop_reason"] = completion.stop_reason

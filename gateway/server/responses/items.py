@@ -128,5 +128,5 @@ class CallItem(OutputItem):
 
 
 def logprobs_of(positions: Sequence[PositionLogprobs]) -> list[dict[str, Any]]:
-    entries: list[dict[str, Any]] = chat_logprobs(positions, 0)["content"]
+    entries: list[dict[str, Any]] = chat_logprobs(positions, 0, False)["content"]
     return entries

@@ -44,6 +44,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         include_usage=include_usage,
         continuous_usage=continuous_usage,
         return_token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
         echo_logprobs=body.logprobs if body.echo else None,
         prompt_logprobs=body.prompt_logprobs,
     )

@@ -74,6 +74,18 @@ def ends_at_once(request: FakeRequest) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_of_an_echoed_prompt_may_be_called_by_their_ids(serve: Any, stream: bool) -> None:
+    served = await serve(ends_at_once)
+    body = {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 0, "return_tokens_as_token_ids": True}
+    if stream:
+        pieces = [event["choices"][0] for event in (await served.events(COMPLETIONS, body))[0] if event != "[DONE]"]
+    else:
+        pieces = (await served.post(COMPLETIONS, body))[1]["choices"]
+    ids = served.engine.requests[0].prompt_token_ids
+    assert [token for piece in pieces for token in piece["logprobs"]["tokens"]] == [f"token_id:{i}" for i in ids]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_max_tokens_0_with_echo_scores_the_prompt_and_says_nothing(serve: Any, stream: bool) -> None:
     served = await serve(ends_at_once)
     body = {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 0, "n": 2}

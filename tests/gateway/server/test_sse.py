@@ -110,6 +110,16 @@ def test_chat_logprobs_have_bytes_and_alternatives_and_no_infinity() -> None:
     assert [(t["token"], t["logprob"]) for t in token["top_logprobs"]] == [("é", -0.5), ("e", -9999.0)]
 
 
+def test_tokens_may_be_called_by_their_ids() -> None:
+    completion = CompletionOutput(0, "é", [9], [position("é", -0.5, ("e", -0.5))], "length")
+    answer = make_answer(tokens_as_ids=True)
+    (chat,) = events_of(StreamEncoder(CHAT, answer).encode(make_output(completion)))
+    (token,) = chat["choices"][0]["logprobs"]["content"]
+    assert (token["token"], token["bytes"], token["top_logprobs"][0]["token"]) == ("token_id:9", [0xC3, 0xA9], "token_id:0")
+    whole = json.loads(whole_answer(COMPLETION, answer, [make_output(completion)]))["choices"][0]["logprobs"]
+    assert (whole["tokens"], whole["top_logprobs"]) == (["token_id:9"], [{"token_id:0": -0.5, "token_id:9": -0.5}])
+
+
 def test_streamed_text_offsets_go_on_from_chunk_to_chunk_and_equal_the_whole_ones() -> None:
     positions = [position("ab", -1.0), position("c", -2.0, ("d", -0.1)), position("ef", -3.0)]
     answer = make_answer(echo=("echo",))
