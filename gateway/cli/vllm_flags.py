@@ -15,6 +15,7 @@ from cores.config import ConfigError
 
 _ONE_DEVICE = "a rank is one process with one device; use --data-parallel-size for more devices"
 _MULTIMODAL = "models here take text only; leave it out"
+_ENGINES = "--engine vllm takes it as --vllm-args; leave it out otherwise"
 _NODES = (
     "ranks on other nodes come with --ray-address, or one endpoint per node with --data-parallel-hybrid-lb and"
     " --data-parallel-start-rank"
@@ -66,9 +67,20 @@ _REFUSED = (
         "--engine vllm takes it as --vllm-args; --engine torch has no such mode, leave it out",
         "enforce-eager compilation-config",
     ),
-    ("--engine vllm takes it as --vllm-args; leave it out otherwise", "attention-backend async-scheduling cpu-offload-gb"),
-    ("--engine vllm takes it as --vllm-args; leave it out otherwise", "max-num-scheduled-tokens optimization-level"),
-    ("--engine vllm takes it as --vllm-args; leave it out otherwise", "hf-overrides logits-processors model-impl"),
+    (_ENGINES, "attention-backend async-scheduling cpu-offload-gb"),
+    (_ENGINES, "max-num-scheduled-tokens optimization-level"),
+    (_ENGINES, "hf-overrides logits-processors model-impl"),
+    (_ENGINES, "additional-config attention-config kernel-config config-format hf-config-path model-loader-extra-config"),
+    (
+        _ENGINES,
+        "cudagraph-capture-sizes max-cudagraph-capture-size moe-backend linear-backend mamba-cache-dtype performance-mode",
+    ),
+    (_ENGINES, "disable-cascade-attn disable-hybrid-kv-cache-manager disable-sliding-window enable-flashinfer-autotune"),
+    (_ENGINES, "long-prefill-token-threshold max-num-partial-prefills safetensors-load-strategy scheduler-cls worker-cls"),
+    (_ENGINES, "worker-extension-cls ignore-patterns mamba-block-size mamba-ssm-cache-dtype numa-bind offload-backend"),
+    ("/scale_elastic_ep works without it; leave it out", "enable-elastic-ep elastic-ep-max-dp-size"),
+    ("there is HTTP only", "grpc grpc-port"),
+    ("there is no such route or page; leave it out", "enable-tokenizer-info-endpoint enable-offline-docs enable-scale-out"),
     ("there is no KV transfer and no separate prefill", "kv-transfer-config kv-offloading-size kv-offloading-backend"),
     ("the balancer reads the engines' caches without it; leave it out", "kv-events-config prefix-caching-hash-algo"),
     ("there is no speculative decoding; leave it out", "speculative-config spec-method spec-model spec-tokens"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cores.config import ConfigError
+from cores.vllm_mapping import parse_vllm_args
 from gateway.cli import main
 from gateway.cli.serve import add_parser, configuration
 from gateway.cli.settings import Settings
@@ -65,6 +66,12 @@ def test_no_flag_of_vllms_that_is_refused_or_needless_is_one_of_ours() -> None:
     ours = {name.lstrip("-") for setting in Settings().all for name in (setting.key, *setting.aliases)}
     assert not ours & (HARMLESS.keys() | REFUSED.keys())
     assert not HARMLESS.keys() & REFUSED.keys()
+
+
+def test_what_is_left_to_vllms_engine_can_be_given_to_it() -> None:
+    names = [name for name, why in REFUSED.items() if "--vllm-args" in why]
+    assert len(names) > 20
+    assert parse_vllm_args([f"{name}=1" for name in names]).keys() == {name.replace("-", "_") for name in names}
 
 
 def test_a_refused_flag_says_why_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
