@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -111,9 +112,11 @@ def resolve_model(name_or_dir: str, root: Path | None = None) -> Path:
         return model_path(name_or_dir, root)
     path = Path(name_or_dir).expanduser()
     if not name_or_dir or not path.is_dir():
+        is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", name_or_dir) is not None
+        hint = f"; `hf download {name_or_dir}` gets a model of the hub, and prints its directory" if is_hub_name else ""
         raise ConfigError(
             f"MODEL must be a directory with a config.json or one of {', '.join(CATALOGUE)};"
-            f" there is no directory {name_or_dir!r}"
+            f" there is no directory {name_or_dir!r}{hint}"
         )
     if not (path / "config.json").is_file():
         raise ConfigError(f"model directory {str(path)!r} has no config.json")

@@ -187,6 +187,8 @@ def test_resolve_model_takes_a_name_or_a_directory_with_a_config(tmp_path: Path)
         resolve_model("smollm2", tmp_path / "models")
     with pytest.raises(ConfigError, match="there is no directory '/no/such'"):
         resolve_model("/no/such")
+    with pytest.raises(ConfigError, match="there is no directory 'org/a-model'; `hf download org/a-model` gets"):
+        resolve_model("org/a-model")
     with pytest.raises(ConfigError, match="there is no directory ''"):
         resolve_model("")
     with pytest.raises(ConfigError, match=r"has no config\.json"):
