@@ -55,7 +55,10 @@ def configuration(given: Mapping[str, Any], environment: Mapping[str, str]) -> G
     settings = Settings()
     path = given.get("config")
     from_file = {} if path is None else settings.from_mapping(_read_yaml(path), path)
-    config = settings.build(settings.from_environment(environment), from_file, _from_flags(settings, given))
+    from_flags = _from_flags(settings, given)
+    config = settings.build(settings.from_environment(environment), from_file, from_flags)
+    if "simulated" in {*from_file, *from_flags} and config.engine.engine != "simulated":
+        raise ConfigError(f"--simulated needs --engine simulated, got --engine {config.engine.engine}")
     if not config.engine.model:
         raise ConfigError("MODEL is missing: give a directory or a name, here or as `model` in the --config file")
     return config

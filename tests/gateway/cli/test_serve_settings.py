@@ -57,7 +57,7 @@ def test_every_setting_has_help_with_its_default_and_unit() -> None:
 def test_flags_of_each_kind() -> None:
     config = parse(
         "-dp", "4", "--max-num-queued-reqs", "7", "--no-enable-prefix-caching", "--api-key", "a", "b", "--stall-timeout", "1.5",
-        "--data-parallel-backend", "mp", "--simulated", "step_ms=3", "fault=die_at_step=4",
+        "--data-parallel-backend", "mp", "--engine", "simulated", "--simulated", "step_ms=3", "fault=die_at_step=4",
     )  # fmt: skip
     assert config.parallel.data_parallel_size == 4
     assert config.admission.max_num_queued_requests == 7
@@ -91,6 +91,8 @@ def test_a_list_that_is_given_in_several_flags_has_them_all() -> None:
         "--api-key",
         "b",
         "c",
+        "--engine",
+        "simulated",
         "--simulated",
         "step_ms=3",
         "--simulated",
@@ -112,7 +114,7 @@ def test_yaml_takes_dashes_underscores_aliases_and_negations(tmp_path: Path) -> 
     file = write(
         tmp_path,
         "data_parallel_size: 2\nmax-num-queued-reqs: 3\nno-enable-prefix-caching: true\nserved-model-name: one\n"
-        "api_key: [a, b]\nstall-timeout: 5\nsimulated: {step_ms: 4}\n",
+        "api_key: [a, b]\nstall-timeout: 5\nengine: simulated\nsimulated: {step_ms: 4}\n",
     )
     config = parse("--config", file)
     assert config.parallel.data_parallel_size == 2
@@ -195,6 +197,13 @@ def test_bad_yaml_names_key_value_and_what_is_allowed(tmp_path: Path, text: str,
     assert "\n" not in str(caught.value)
 
 
+def test_a_cost_model_in_a_file_does_not_start_the_real_engine_without_a_word(tmp_path: Path) -> None:
+    file = write(tmp_path, "simulated: {step_ms: 50}\n")
+    with pytest.raises(ConfigError, match="--simulated needs --engine simulated, got --engine torch"):
+        parse("--config", file)
+    assert parse("--config", file, "--engine", "simulated").engine.simulated.step_ms == 50.0
+
+
 def test_missing_config_file_is_named() -> None:
     with pytest.raises(ConfigError, match="--config /no/such: No such file"):
         parse("--config", "/no/such")
@@ -272,6 +281,10 @@ def test_missing_config_file_is_named() -> None:
         (("serve", "m", "--dispatch", "x"), "gateway serve: --dispatch must be one of early, late, got 'x'"),
         (("serve", "m", "--engine", "x"), "gateway serve: --engine must be one of torch, simulated, vllm, got 'x'"),
         (("serve", "m", "--simulated", "x"), "gateway serve: --simulated takes KEY=VALUE"),
+        (
+            ("serve", "m", "--simulated", "step_ms=5"),  # its default: that it was said counts
+            "gateway serve: --simulated needs --engine simulated, got --engine torch",
+        ),
         (("serve", "/no/such/model"), "gateway serve: MODEL must be a directory with a config.json"),
         (("serv",), "gateway: unknown command 'serv'; did you mean 'serve'?"),
         (("--nope",), "gateway: unknown flag --nope"),
