@@ -99,9 +99,11 @@ class Board:
     def total(self, name: str) -> int:
         return sum(getattr(status.totals, name) for status in self.statuses)
 
-    def per_s(self, name: str, window_s: float = 10.0) -> float:
-        """How fast one of the totals grows."""
-        return sum(c.per_s(window_s) for key, c in self.history.counters.items() if isinstance(key, tuple) and key[0] == name)
+    def per_s(self, name: str, window_s: float = 10.0) -> float | None:
+        """How fast one of the totals grows; None where no endpoint was looked at twice."""
+        counters = [c for key, c in self.history.counters.items() if isinstance(key, tuple) and key[0] == name]
+        known = [rate for rate in (counter.per_s(window_s) for counter in counters) if rate is not None]
+        return sum(known) if known else None
 
     def growth(self, name: str) -> float:
         """Of one of the totals, in the last minute."""

@@ -66,10 +66,10 @@ class Counter:
         while self._readings[0][0] < now - WINDOW_S:
             self._readings.popleft()
 
-    def per_s(self, window_s: float) -> float:
-        """Growth over about the last `window_s`; 0 while there is one reading only."""
+    def per_s(self, window_s: float) -> float | None:
+        """Growth over about the last `window_s`; None while there is one reading only, which cannot tell."""
         if len(self._readings) < 2:
-            return 0.0
+            return None
         end_s, end = self._readings[-1]
         start_s, start = next(r for r in self._readings if r[0] >= end_s - window_s)
         if start_s == end_s:  # readings are further apart than that

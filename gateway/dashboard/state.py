@@ -52,10 +52,15 @@ class ViewState:
     is_once: bool = False  # nobody looks a second time
 
 
+def _place(board: Board) -> Callable[[RankKey], tuple[int, int]]:
+    """By number, as ranks of one group that have an endpoint each are named; by endpoint first where a name needs that."""
+    return (lambda key: key) if board.has_name_clash() else (lambda key: (key[1], key[0]))
+
+
 def in_order(board: Board, view: ViewState) -> list[tuple[RankKey, RankStatus]]:
     """Equal ones by number, so that rows move for a reason only."""
-    key = SORTS[view.sort]
-    return sorted(board.ranks, key=lambda row: (key(row[1]), row[0]), reverse=view.reverse)
+    key, place = SORTS[view.sort], _place(board)
+    return sorted(board.ranks, key=lambda row: (key(row[1]), place(row[0])), reverse=view.reverse)
 
 
 def by_node(board: Board, view: ViewState) -> list[tuple[str, list[tuple[RankKey, RankStatus]]]]:
@@ -69,7 +74,8 @@ def by_node(board: Board, view: ViewState) -> list[tuple[str, list[tuple[RankKey
         is_trouble = view.sort == "trouble" and trouble(rank) != NO_TROUBLE
         groups.setdefault(TROUBLE_GROUP if is_trouble else f"node {rank.node or '?'}", []).append((key, rank))
     first = {TROUBLE_GROUP: groups.pop(TROUBLE_GROUP)} if TROUBLE_GROUP in groups else {}
-    return [*first.items(), *sorted(groups.items(), key=lambda group: group[1][0][0])]
+    place = _place(board)
+    return [*first.items(), *sorted(groups.items(), key=lambda group: place(group[1][0][0]))]
 
 
 def press(view: ViewState, key: str, board: Board, now: float) -> ViewState | None:

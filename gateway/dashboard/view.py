@@ -229,6 +229,8 @@ class _Page:
         ranks = [rank for _, rank in board.ranks]
         width = 60 if self.view.width >= 190 else 20 if self.view.width >= 110 else 12
         front_ends = [f for status in board.statuses for f in status.front_ends]
+        requests_per_s = board.per_s("requests")
+        req_s = self.glyphs.none if requests_per_s is None else per_second(requests_per_s)
         line = self.line()
         for title, name in (("out", "generation_tokens_per_s"), ("in", "prompt_tokens_per_s")):
             values = board.history.buckets(name, width, self.now)
@@ -238,7 +240,7 @@ class _Page:
             ).add(" ")
         return line.pieces(
             [
-                (f"{per_second(board.per_s('requests')):>5} req/s", BOLD),
+                (f"{req_s:>5} req/s", BOLD),
                 (f"{count(sum(f.in_flight for f in front_ends)):>5} in flight", PLAIN),
                 (f"{count(sum(rank.waiting for rank in ranks)):>5} waiting", PLAIN),
                 (f"{count(sum(rank.running for rank in ranks)):>5} running", PLAIN),

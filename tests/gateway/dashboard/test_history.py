@@ -41,13 +41,13 @@ def test_a_picture_stands_still_or_moves_by_whole_cells() -> None:
 
 def test_a_rate_is_the_growth_over_the_window_and_a_new_start_of_the_server_is_none() -> None:
     counter = Counter()
-    assert counter.per_s(10) == 0.0
+    assert counter.per_s(10) is None
     for second in range(21):
         counter.note(100 + 5 * second, float(second))
     assert counter.per_s(10) == 5.0
     assert counter.growth == 100
     counter.note(3, 21.0)
-    assert counter.per_s(10) == 0.0
+    assert counter.per_s(10) is None
     assert counter.growth == 0
     counter.note(9, 81.0)  # the next look after a minute
     assert counter.per_s(10) == 0.1

@@ -65,7 +65,7 @@ def draw(board: Board, now: float = NOW, *, color: str | None = None, no_color: 
 def test_a_frame_of_eighty_columns_shows_the_essentials() -> None:
     assert [line.rstrip() for line in draw(make_board(make_status()))] == [
         " degraded  smollm2 · 1/2 ready · dead: 1 · least_tokens, early       up 12m 34s",
-        "   164 tok/s out            ▇      0 tok/s in            ▁     0 req/s",
+        "   164 tok/s out            ▇      0 tok/s in            ▁     – req/s",
         " 17 requests · 3 failed · 0 rejected · 0 moved · 1 aborted · 90.0k tokens in",
         " front end 0     12 in flight    0 queued  lag   0.4ms",
         "",
@@ -287,6 +287,17 @@ def test_ranks_of_several_endpoints_have_the_endpoint_in_their_names_only_where_
     assert {line.split()[0] for line in other if line[5:10] == "ready"} == {"0", "2"}
 
 
+@pytest.mark.parametrize("node", ["", "n{}"])
+def test_ranks_that_have_an_endpoint_each_are_in_the_order_of_their_numbers_not_of_the_urls(node: str) -> None:
+    def endpoint(rank: int) -> StatusSnapshot:
+        return make_status(ranks=(RankStatus(rank=rank, epoch=1, state="ready", node=node.format(rank // 2)),), events=())
+
+    lines = draw(make_board(*map(endpoint, (2, 0, 3, 1))), width=100)
+    assert [line.split()[0] for line in lines if line[5:10] == "ready"] == ["0", "1", "2", "3"]
+    headings = [line.split()[2] for line in lines if line.startswith("── node")]
+    assert headings == (["n0", "n1"] if node else [])
+
+
 def test_of_many_endpoints_those_in_trouble_are_shown() -> None:
     fine = make_status(state="ready", ranks=(RankStatus(rank=0, epoch=1, state="ready"),), events=())
     lines = draw(make_board(*[fine] * 20, "no answer within 5 s"), height=24)
@@ -356,6 +367,14 @@ def test_what_failed_in_the_last_minute_is_told() -> None:
     lines = draw(board, NOW + 10)
     assert "5 failed (+2)" in lines[2]
     assert "2.0 req/s" in lines[1]
+
+
+def test_one_look_at_a_busy_server_does_not_say_that_no_requests_come() -> None:
+    board = make_board(make_status())
+    assert "– req/s" in draw(board)[1]
+    assert "- req/s" in draw(board, ascii_only=True)[1]
+    board.note(0, Reading("http://h:8000", make_status()), NOW + 10)
+    assert " 0 req/s" in draw(board, NOW + 10)[1]
 
 
 def test_the_detail_of_a_rank_has_its_whole_cause_its_events_and_what_a_newer_server_says_of_it() -> None:
