@@ -41,7 +41,7 @@ class SimulatedConfig:
     prefill_us: float = 20.0
     seq_us: float = 20.0
     ctx_ns: float = 0.0
-    fault: str = ""  # scripted faults for tests: `cores.runner.simulated` says which
+    fault: str = ""  # scripted faults for tests: `cores.runner.faults` says which
 
     @classmethod
     def parse(cls, pairs: list[str]) -> Self:
@@ -82,7 +82,7 @@ class EngineConfig:
     runner: Literal["auto", "generate", "pooling"] = opt("auto", "text or embeddings; auto: what the model was made for")
     simulated: SimulatedConfig = field(
         default_factory=SimulatedConfig,
-        metadata={"help": "cost model of the simulated engine: step_ms, prefill_us, seq_us, ctx_ns"},
+        metadata={"help": "cost model of the simulated engine; and fault=SCRIPT, what shall go wrong (docs/tuning.md)"},
     )
     vllm_args: tuple[str, ...] = opt(
         (), "engine arguments of vLLM that have no flag here, as its EngineArgs names them (--engine vllm)", metavar="KEY=VALUE"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from cores.config import SimulatedConfig
+from cores.messages import RankId
+from cores.runner.faults import ACTIONS, FaultScript
 from gateway.cli import Parser, bench, serve
 from scripts.status_picture import draw_scenes
 
@@ -54,6 +58,17 @@ def test_every_flag_is_in_a_document_for_users(command: object) -> None:
     flags = [action for action in parser._actions if action.option_strings and not isinstance(action, argparse._HelpAction)]
     assert len(flags) > 10
     assert [action.option_strings[0] for action in flags if named.isdisjoint(action.option_strings)] == []
+
+
+def test_every_key_of_the_simulated_engine_and_every_fault_is_in_the_document_that_its_help_names() -> None:
+    text = (ROOT / "docs/tuning.md").read_text().partition("### The simulated engine")[2].partition("\n## ")[0]
+    keys = [field.name for field in dataclasses.fields(SimulatedConfig)]
+    assert [name for name in keys if f"`{name}`" not in text] == []
+    assert [action for action in ACTIONS if f"`{action}=N`" not in text] == []
+    (script,) = re.findall(r'"fault=([^"]*)"', text)
+    first, second = (FaultScript.parse(script, RankId(rank, 1)) for rank in (0, 1))
+    assert (first.steps, second.steps) == ({}, {40: "die"})
+    assert first.failing_tokens.hits(7, 5)
 
 
 def test_asking_the_test_script_for_help_sets_nothing_up() -> None:

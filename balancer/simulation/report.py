@@ -103,28 +103,39 @@ def _itl_ms(result: SimulationResult) -> Spread | None:
     return itl_ms
 
 
+_COLUMNS = (  # title with its unit, key, what is shown of it, what a millisecond is in that unit
+    ("TTFT, s", "ttft_ms", ("mean", "p50", "p99"), 1e-3),
+    ("queueing, s", "queue_delay_ms", ("p50", "p99"), 1e-3),
+    ("ITL, ms", "itl_ms", ("p50", "p99"), 1.0),
+)
+_CELL = 7
+
+
 def as_table(summaries: Sequence[dict[str, Any]]) -> str:
-    """For people: one line for each policy, times in milliseconds."""
-    columns = {"TTFT": "ttft_ms", "queue delay": "queue_delay_ms", "ITL": "itl_ms", "end to end": "e2e_ms"}
+    """For people, and a terminal of 80 columns: one line for each policy, and one more where requests were moved or failed."""
     has_goodput = any(summary["goodput_requests_per_s"] is not None for summary in summaries)
     width = max([len("policy"), *(len(summary["policy"]) for summary in summaries)])
-    head = f"{'policy':<{width}}" + "".join(f"  {f'{name} p50/p90/p99':>24}" for name in columns)
-    lines = [
-        head
-        + f"  {'mean TTFT':>9}  {'hits':>5}  {'imbal.':>6}  {'moved':>5}  {'failed':>6}  {'wall s':>6}"
-        + "  goodput" * has_goodput
-    ]
+    titles = " " * width + "".join(f" {f' {title} ':-^{_CELL * len(names) - 1}}" for title, _, names, _ in _COLUMNS)
+    names = "".join(f"{name:>{_CELL}}" for _, _, names, _ in _COLUMNS for name in names)
+    lines = [f"{titles}  prefix       {'    good' * has_goodput}".rstrip()]
+    lines.append(f"{'policy':<{width}}{names}{'hits':>8}{'imbal.':>7}" + "   req/s" * has_goodput)
     for summary in summaries:
-        cells = [_cell(summary[key]) for key in columns.values()]
-        line = f"{summary['policy']:<{width}}" + "".join(f"  {cell:>24}" for cell in cells)
-        mean = summary["ttft_ms"]["mean"] if summary["ttft_ms"] else 0.0
-        line += f"  {mean:>9.0f}  {summary['prefix_hit_rate']:>5.1%}  {summary['imbalance']:>6.3f}  {summary['moved']:>5}"
-        line += f"  {summary['failed']:>6}  {summary['wall_s']:>6.1f}"
-        if has_goodput:
-            line += f"  {summary['goodput_requests_per_s'] or 0.0:>5.2f}/s"
-        lines.append(line)
+        cells = [_cell(summary[key], name, scale) for _, key, names, scale in _COLUMNS for name in names]
+        line = f"{summary['policy']:<{width}}" + "".join(f" {cell:>{_CELL - 1}}" for cell in cells)
+        line += f"{summary['prefix_hit_rate']:>8.1%}{summary['imbalance']:>7.3f}"
+        lines.append(line + (f"{summary['goodput_requests_per_s'] or 0.0:>8.2f}" if has_goodput else ""))
+    lines += [
+        f"{summary['policy']}: {summary['moved']} requests moved to another rank, {summary['failed']} failed"
+        for summary in summaries
+        if summary["moved"] or summary["failed"]
+    ]
     return "\n".join(lines)
 
 
-def _cell(values: Spread | None) -> str:
-    return "–" if values is None else "/".join(f"{values[name]:.0f}" for name in SHARES)
+def _cell(values: Spread | None, name: str, scale: float) -> str:
+    """Four digits or so: six columns at most."""
+    if values is None:
+        return "–"
+    value = scale * values[name]
+    decimals = 3 if value < 10 else 2 if value < 100 else 1 if value < 1000 else 0
+    return f"{value:.{decimals}f}"

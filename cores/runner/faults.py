@@ -30,9 +30,8 @@ StepFault = Literal["die", "raise", "stall"]
 _STEP_ACTIONS: dict[str, StepFault] = {"die_at_step": "die", "raise_at_step": "raise", "stall_at_step": "stall"}
 _ITEM = re.compile(r"(?P<action>\w+)=(?P<number>\d+)(?P<scope>(@\w+=\d+)*)")
 _TOKEN_ACTIONS = ("fail_request_at_token", "lose_logprobs_at_token")
-_GRAMMAR = "ACTION=N[@rank=R][@epoch=E] items separated by ';' (and [@seed=S] for tokens), ACTION one of " + ", ".join(
-    (*_STEP_ACTIONS, *_TOKEN_ACTIONS)
-)
+ACTIONS = (*_STEP_ACTIONS, *_TOKEN_ACTIONS)
+_GRAMMAR = f"ACTION=N[@rank=R][@epoch=E] items separated by ';' (and [@seed=S] for tokens), ACTION one of {', '.join(ACTIONS)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ def _parse_item(item: str) -> tuple[str, int, dict[str, int]]:
     action, number = match["action"], int(match["number"])
     scope = {key: int(value) for key, value in (pair.split("=") for pair in match["scope"].split("@")[1:])}
     allowed = {"rank", "epoch", "seed"} if action in _TOKEN_ACTIONS else {"rank", "epoch"}
-    if action not in (*_STEP_ACTIONS, *_TOKEN_ACTIONS) or scope.keys() - allowed:
+    if action not in ACTIONS or scope.keys() - allowed:
         raise ConfigError(f"--simulated fault takes {_GRAMMAR}; got {item!r}")
     if action in _TOKEN_ACTIONS and number == 0:
         raise ConfigError(f"--simulated fault: tokens are counted from 1; got {item!r}")

@@ -29,6 +29,10 @@ DESCRIPTION = (
     "Replays a trace (Mooncake's JSON lines or Azure's CSV) through the balancer and through engines with a cost model, in"
     " virtual time, and says what the clients would have seen under each policy."
 )
+ENGINE_HELP = (
+    "The defaults are those of a larger model on a GPU, not those of `serve --engine simulated`: to compare the two, give both"
+    " the same --simulated, --max-num-batched-tokens, --max-num-seqs, --block-size and --num-kv-blocks."
+)
 FAULT_HELP = "times are seconds of the (rescaled) trace; may be given several times"
 
 
@@ -48,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of everything that is drawn (default: 0)")
     parser.add_argument("--json", action="store_true", help="print a JSON list with one object per policy")
     _add_arrivals(parser.add_argument_group("arrivals"))
-    _add_engine(parser.add_argument_group("engine cores"))
+    _add_engine(parser.add_argument_group("engine cores", ENGINE_HELP))
     _add_front_ends(parser.add_argument_group("front ends"))
     _add_faults(parser.add_argument_group("faults", FAULT_HELP))
     parser.set_defaults(run=run)
@@ -136,8 +140,16 @@ def run(args: argparse.Namespace) -> int:
         result = run_policy(name, config, trace, args.seed)
         wall_s = time.perf_counter() - started_s
         summaries.append(summarise(name, result, config.rank, wall_s, slo_ttft_ms=args.slo_ttft_ms, slo_itl_ms=args.slo_itl_ms))
-    print(json.dumps(summaries, indent=2) if args.json else as_table(summaries))
+    print(json.dumps(summaries, indent=2) if args.json else f"{describe_load(trace, args.ranks)}\n{as_table(summaries)}")
     return 0
+
+
+def describe_load(trace: Sequence[TraceRequest], num_ranks: int) -> str:
+    """The line above the table: what is the same for every policy."""
+    span_s = trace[-1].arrival_s
+    rate = f" ({len(trace) / span_s:.2f} a second)" if span_s > 0 else ""
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    return f"{len(trace):,} requests within {span_s:,.1f} s{rate} for {ranks}; --json has all figures"
 
 
 def make_config(args: argparse.Namespace, trace: Sequence[TraceRequest]) -> SimulationConfig:
