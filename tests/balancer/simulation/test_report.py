@@ -89,7 +89,7 @@ def test_a_real_run_fills_the_whole_table() -> None:
 
 
 def test_the_table_says_its_units_and_does_not_wrap_in_a_terminal_of_80_columns() -> None:
-    times = {"mean": 12_345.6, "p50": 987.6, "p90": 0.0, "p99": 1_234_567.0}
+    times = {"mean": 12_345.6, "p50": 987.6, "p90": 0.0, "p99": 234_567.0}
     row = {
         "policy": "session_affinity", "ttft_ms": times, "queue_delay_ms": times, "itl_ms": times, "prefix_hit_rate": 1.0,
         "imbalance": 1.25, "goodput_requests_per_s": None, "moved": 0, "failed": 0,
@@ -97,7 +97,7 @@ def test_the_table_says_its_units_and_does_not_wrap_in_a_terminal_of_80_columns(
     titles, names, line = as_table([row]).splitlines()
     assert max(len(titles), len(names), len(line)) <= 80
     assert re.findall(r"\w+, m?s", titles) == ["TTFT, s", "queueing, s", "ITL, ms"]
-    cells = ["session_affinity", "12.35", "0.988", "1235", "0.988", "1235", "987.6", "1234567", "100.0%", "1.250"]
+    cells = ["session_affinity", "12.35", "0.988", "234.6", "0.988", "234.6", "987.6", "234567", "100.0%", "1.250"]
     assert line.split() == cells
     moved, at_level = dict(row, moved=3, failed=1), dict(row, goodput_requests_per_s=1.5)
     assert as_table([moved]).splitlines()[-1] == "session_affinity: 3 requests moved to another rank, 1 failed"
