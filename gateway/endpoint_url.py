@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import ssl
 
 import aiohttp
 
 UNIX_PREFIX = "unix:"
+UNKNOWN_ISSUER = range(18, 22)  # X509_V_ERR_…: self-signed, alone or at the end of a chain; no issuer here, or no first one
 
 
 def socket_path(url: str) -> str | None:
@@ -28,8 +31,27 @@ def make_connector(url: str, limit: int = 100) -> aiohttp.BaseConnector:
     return aiohttp.TCPConnector(limit=limit) if path is None else aiohttp.UnixConnector(path, limit=limit)
 
 
-def reason(error: Exception) -> str:
-    """Why it could not be reached, short: the address stands beside it already."""
-    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
-        return os.strerror(error.errno)
-    return str(error) or type(error).__name__
+def reason(error: Exception, url: str) -> str:
+    """Why the endpoint could not be reached, short: the address stands beside it already."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return _of_certificate(error.certificate_error)
+    if isinstance(error, aiohttp.ClientConnectorSSLError):
+        cause = error.os_error.reason if isinstance(error.os_error, ssl.SSLError) else error.os_error
+        return f"no TLS connection came about ({cause}); perhaps it speaks none: http://"
+    number = error.errno if isinstance(error, OSError) else None
+    if url.startswith("http://") and (isinstance(error, aiohttp.ServerDisconnectedError) or number == errno.ECONNRESET):
+        return "hung up without an answer; perhaps it speaks TLS: https://"
+    if number is not None and number > 0:
+        return os.strerror(number)
+    # A name that is not known: what the resolver's numbers mean, `strerror` does not know.
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+
+
+def _of_certificate(error: Exception) -> str:
+    """OpenSSL's numbers are not the system's: its 1, for whatever went wrong, would read `Operation not permitted`."""
+    if not isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {error}"
+    cause = error.verify_message.rstrip(".")
+    if error.verify_code in UNKNOWN_ISSUER:
+        return f"its certificate is not trusted: {cause}; set SSL_CERT_FILE"
+    return f"its certificate is not trusted: {cause}"

@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from gateway.bench.workload import SAMPLE_TEXT, PlannedRequest
-from gateway.endpoint_url import http_base, make_connector
+from gateway.endpoint_url import http_base, make_connector, reason
 
 CONNECT_TIMEOUT_S = 30.0
 
@@ -144,7 +144,8 @@ class BenchClient:
         except TimeoutError:
             result.error = f"nothing came for {self._timeout.sock_read:g} s"
         except (aiohttp.ClientError, OSError) as error:
-            result.error = f"{type(error).__name__}: {error}"
+            broken_off = f"{type(error).__name__}: {error}"
+            result.error = broken_off if result.has_begun else reason(error, self._url)
         result.end_s = time.monotonic()
         return result
 
@@ -168,7 +169,7 @@ class BenchClient:
         except TimeoutError:
             raise EndpointError(f"{self._url}{path} did not answer") from None
         except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
-            raise EndpointError(f"{self._url}{path}: {error}") from error
+            raise EndpointError(f"{self._url}{path}: {reason(error, self._url)}") from error
 
 
 async def _error_message(response: aiohttp.ClientResponse) -> str:

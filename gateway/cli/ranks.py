@@ -82,7 +82,7 @@ class _Endpoint:
             async with self._session.request(method, http_base(self._url) + path, json=body) as response:
                 answer = await response.json()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise OrderFailed(f"{self._url}{path}: {reason(error)}") from error
+            raise OrderFailed(f"{self._url}{path}: {reason(error, self._url)}") from error
         if response.status != 200:
             raise OrderFailed(answer["error"]["message"] if "error" in answer else f"{path}: {response.status}")
         return answer

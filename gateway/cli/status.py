@@ -116,7 +116,7 @@ def _console() -> Console:
 
 
 def base_url(text: str) -> str:
-    """Raises `argparse.ArgumentTypeError`."""
+    """Also of what OpenAI's clients are given, which ends in `/v1`. Raises `argparse.ArgumentTypeError`."""
     if text.startswith(UNIX_PREFIX):
         if not (socket_path(text) or "").strip("/"):
             raise argparse.ArgumentTypeError(f"{text!r} names no socket; allowed: unix:PATH")
@@ -129,7 +129,8 @@ def base_url(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{text!r} is no URL: {error}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise argparse.ArgumentTypeError(f"{text!r} is no URL; allowed: http://HOST:PORT, https://HOST:PORT or unix:PATH")
-    return url.rstrip("/")
+    url = url.rstrip("/")
+    return url.removesuffix("/v1").rstrip("/") if parts.path.rstrip("/").endswith("/v1") else url
 
 
 def interval(text: str) -> float:

@@ -83,7 +83,7 @@ class StatusFeed:
         except TimeoutError:
             return Reading(url, error=f"no answer within {self._timeout.total:g} s")
         except (aiohttp.ClientError, OSError) as error:
-            return Reading(url, error=reason(error))
+            return Reading(url, error=reason(error, url))
         return parse(url, body)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
     import openai
 
 DEADLINE_S = 60.0
+CERTIFICATE_COMMAND = (
+    "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
+    "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem",
+)  # fmt: skip
 
 
 @dataclass
@@ -111,3 +117,12 @@ async def serve() -> AsyncIterator[Serve]:
         for writer in served.connections:
             writer.close()
         await served.server.stop(1.0)
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    if shutil.which("openssl") is None:
+        pytest.skip("makes its certificate with openssl")
+    directory = tmp_path_factory.mktemp("tls")
+    subprocess.run(CERTIFICATE_COMMAND, cwd=directory, check=True, capture_output=True, timeout=60)
+    return {"ssl_certfile": str(directory / "cert.pem"), "ssl_keyfile": str(directory / "key.pem")}

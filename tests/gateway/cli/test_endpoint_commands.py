@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import socket
+import ssl
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import ClientSession, web
+from aiohttp.client_reqrep import ConnectionKey
 
 from gateway.cli import bench, ranks, status
-from gateway.endpoint_url import socket_path
+from gateway.endpoint_url import reason, socket_path
 from gateway.testing import FakeRequest
 
 DEADLINE_S = 60.0
@@ -60,6 +64,46 @@ async def test_a_unix_socket_that_is_not_there_is_unreachable_and_named(
     assert capsys.readouterr().err == f"gateway ranks restart: {order}: No such file or directory\n"
     assert await run_command("bench", "--url", url, "--concurrency", "1") == 2
     assert url in capsys.readouterr().err
+
+
+LOAD = ("--concurrency", "1", "--num-prompts", "1")
+
+
+@pytest.mark.parametrize("words", [("status", "--json"), ("ranks", "drain", "0"), ("bench", *LOAD)])
+async def test_an_endpoint_that_cannot_be_reached_is_told_in_plain_words(
+    serve: Any, certificate: dict[str, str], capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    over_tls, plain = await serve(**certificate), await serve()
+    with socket.socket() as bound:  # and does not listen
+        bound.bind(("127.0.0.1", 0))
+        for url, told in (
+            (f"http://127.0.0.1:{bound.getsockname()[1]}", "Connection refused"),
+            (
+                f"https://127.0.0.1:{over_tls.port}",
+                "signed certificate; set SSL_CERT_FILE",
+            ),
+            (f"http://127.0.0.1:{over_tls.port}", "hung up without an answer; perhaps it speaks TLS: https://"),
+            (f"https://127.0.0.1:{plain.port}", "perhaps it speaks none: http://"),
+        ):
+            assert await run_command(*words, "--url", url) in (1, 2)
+            (line,) = capsys.readouterr().err.splitlines()
+            assert url in line
+            assert line.endswith(told)
+
+
+def test_what_a_file_of_certificates_does_not_cure_has_no_hint_at_one() -> None:
+    class OfAnotherHost(ssl.SSLCertVerificationError):
+        verify_code, verify_message = 62, "Hostname mismatch, certificate is not valid for 'h'."
+
+    key = ConnectionKey("h", 443, True, True, None, None, None)
+    error = aiohttp.ClientConnectorCertificateError(key, OfAnotherHost(1, "[SSL] certificate verify failed"))
+    assert reason(error, "https://h") == "its certificate is not trusted: Hostname mismatch, certificate is not valid for 'h'"
+
+
+def test_a_name_that_nobody_knows_is_told_in_the_resolvers_words() -> None:
+    key = ConnectionKey("h", 80, False, True, None, None, None)
+    error = aiohttp.ClientConnectorDNSError(key, socket.gaierror(socket.EAI_NONAME, "Name or service not known"))
+    assert reason(error, "http://h") == "Name or service not known"
 
 
 async def test_orders_reach_an_endpoint_below_a_path(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -209,9 +209,13 @@ def test_a_reader_that_has_seen_enough_is_no_error(mode: str) -> None:
         ("https://h/", "https://h"),
         ("http://[::1]:8000", "http://[::1]:8000"),
         ("unix:/run/a.sock", "unix:/run/a.sock"),
+        ("http://h:8000/v1", "http://h:8000"),  # as it stands in OPENAI_BASE_URL
+        ("https://h/llm/v1/", "https://h/llm"),
+        ("http://v1/", "http://v1"),
+        ("unix:/run/v1", "unix:/run/v1"),
     ],
 )
-def test_urls_may_leave_out_the_scheme(text: str, url: str) -> None:
+def test_urls_may_leave_out_the_scheme_and_be_those_of_openais_clients(text: str, url: str) -> None:
     assert command.base_url(text) == url
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import ssl
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +14,6 @@ from gateway.config import ConfigError, ServerConfig
 from gateway.server.app import make_ssl_context
 
 DEADLINE_S = 60.0
-COMMAND = (
-    "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
-    "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem",
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    if shutil.which("openssl") is None:
-        pytest.skip("makes its certificate with openssl")
-    directory = tmp_path_factory.mktemp("tls")
-    subprocess.run(COMMAND, cwd=directory, check=True, capture_output=True, timeout=60)
-    return {"ssl_certfile": str(directory / "cert.pem"), "ssl_keyfile": str(directory / "key.pem")}
 
 
 async def test_requests_are_served_over_tls_and_only_over_tls(serve: Any, certificate: dict[str, str]) -> None:
