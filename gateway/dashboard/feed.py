@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import time
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -18,6 +19,8 @@ from gateway.endpoint_url import http_base, make_connector, reason
 from gateway.status import StatusSnapshot
 
 TIMEOUT_S = 5.0
+WRONG_KEY = "wrong or missing key; use --api-key"
+REFUSED_S = 10.0  # until an endpoint that wants another key is asked again: only its start with other keys helps
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +43,20 @@ class Reading:
 class StatusFeed:
     """An HTTP session for each endpoint; use it as a context manager."""
 
-    def __init__(self, urls: Sequence[str], api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        api_key: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.urls = [url.rstrip("/") for url in urls]
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._sessions: list[aiohttp.ClientSession] = []
         self.latest = [Reading(url, error="was not asked yet") for url in self.urls]
+        self._clock = clock
+        self._refused_s: dict[int, float] = {}  # by index: when one refused our key
 
     async def __aenter__(self) -> Self:
         self._sessions = [
@@ -63,8 +74,13 @@ class StatusFeed:
         return list(await asyncio.gather(*map(self.read, range(len(self.urls)))))
 
     async def read(self, index: int) -> Reading:
-        """One of them. Never raises for an endpoint that cannot be read."""
+        """One of them; after a refusal of our key its last answer, for a while. Never raises for one that cannot be read."""
+        if index in self._refused_s and self._clock() - self._refused_s[index] < REFUSED_S:
+            return self.latest[index]
         reading = self.latest[index] = await self._read_one(self.urls[index], self._sessions[index])
+        self._refused_s.pop(index, None)
+        if reading.error == WRONG_KEY:
+            self._refused_s[index] = self._clock()
         return reading
 
     @property
@@ -76,7 +92,7 @@ class StatusFeed:
         try:
             async with session.get(f"{http_base(url)}/status") as response:
                 if response.status == 401:
-                    return Reading(url, error="wrong or missing key; use --api-key")
+                    return Reading(url, error=WRONG_KEY)
                 body = await response.read()
                 if response.status != 200:
                     return Reading(url, error=f"answered {response.status} {response.reason}")

@@ -90,11 +90,13 @@ def _authorize(request: web.Request) -> None:
 
 
 def _log(request: web.Request, failure: Failure, error: Exception) -> None:
-    """One line per failed request, but of those that are refused for want of room; a traceback only for our own bugs."""
+    """One line per failed request, but of those that come again and again; a traceback only for our own bugs."""
     level = logging.ERROR if failure.is_bug else logging.WARNING if failure.status >= 500 else logging.INFO
     text = one_line(str(error) if failure.is_bug else failure.message)
-    if isinstance(error, OverloadedError):
-        num_untold = request.app[STATE].refusals.note(time.monotonic())
+    state = request.app[STATE]
+    refusals = state.refusals if isinstance(error, OverloadedError) else state.refused_keys if failure.status == 401 else None
+    if refusals is not None:
+        num_untold = refusals.note(time.monotonic())
         level = logging.DEBUG if num_untold is None else level
         text += f"; {num_untold} more were refused since the last such line" if num_untold else ""
     logger.log(

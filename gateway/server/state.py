@@ -43,7 +43,8 @@ class ServerState:
     busy_connections: set[asyncio.BaseProtocol] = field(default_factory=set)  # those with a request under way
     started_s: float = field(default_factory=time.monotonic)
     _publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    refusals: RefusalLog = field(default_factory=RefusalLog)
+    refusals: RefusalLog = field(default_factory=RefusalLog)  # for want of room
+    refused_keys: RefusalLog = field(default_factory=RefusalLog)
     keys: KeyRing = field(init=False)
     orca: OrcaReports = field(init=False)
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from gateway.cli import status as command
 from gateway.dashboard.board import Board
-from gateway.dashboard.feed import StatusFeed, exit_code, parse
+from gateway.dashboard.feed import REFUSED_S, WRONG_KEY, StatusFeed, exit_code, parse
 from gateway.dashboard.live import follow
 from gateway.status import RankStatus
 
@@ -88,6 +88,30 @@ async def test_the_key_comes_from_the_flag_or_the_environment(
     assert await run_command("--url", url, "--once", "--api-key", "secret") == 0
     monkeypatch.setenv("GATEWAY_API_KEY", "secret")
     assert await run_command("--url", url, "--once") == 0
+
+
+async def test_an_endpoint_that_refuses_the_key_is_not_asked_twice_a_second() -> None:
+    num_asked, status, now = 0, 401, 0.0
+
+    async def answer(_request: web.Request) -> web.Response:
+        nonlocal num_asked
+        num_asked += 1
+        return web.json_response({"state": "ready"}, status=status)
+
+    app = web.Application()
+    app.router.add_get("/status", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    async with StatusFeed([f"http://127.0.0.1:{runner.addresses[0][1]}"], clock=lambda: now) as feed:
+        for _ in range(20):
+            assert (await feed.read(0)).error == WRONG_KEY
+            now += 0.49
+        assert num_asked == 1
+        status, now = 200, REFUSED_S  # it was started with our key
+        assert [(await feed.read(0)).error for _ in range(3)] == [None] * 3
+        assert num_asked == 4
+    await runner.cleanup()
 
 
 async def test_a_pipe_gets_frame_after_frame_and_what_it_is_that_cannot_be_reached(serve: Any) -> None:
