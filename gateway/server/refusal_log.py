@@ -1,7 +1,7 @@
 """Which refusals of requests get a line in the log. Pure: `now` comes in.
 
-An endpoint that drains or is full refuses every request that clients and proxies try again; one with keys refuses a board that was
-left open with another one. For each of these causes: one line, then how many more.
+An endpoint that drains or is full refuses every request that clients and proxies try again; one with keys refuses a board that
+was left open with another one. For each of these causes: one line, then how many more.
 """
 
 from __future__ import annotations
