@@ -92,13 +92,19 @@ class BenchClient:
         assert self._session is not None
         await self._session.close()
 
-    async def first_model(self) -> str:
-        """Raises `EndpointError`."""
+    async def find_model(self, name: str | None = None) -> str:
+        """`name`, or the endpoint's first. Raises `EndpointError`, also for one that the endpoint says generates no text."""
         document = await self._ask("GET", "/v1/models")
         try:
-            return str(document["data"][0]["id"])
-        except (KeyError, IndexError, TypeError):
-            raise EndpointError(f"{self._url}/v1/models lists no model") from None
+            tasks = {str(card["id"]): card.get("supported_tasks", ("generate",)) for card in document["data"]}
+        except (KeyError, TypeError, AttributeError):
+            tasks = {}
+        if not tasks:
+            raise EndpointError(f"{self._url}/v1/models lists no model")
+        model = next(iter(tasks)) if name is None else name
+        if model in tasks and "generate" not in tasks[model]:
+            raise EndpointError(f"model {model!r} makes embeddings and generates no text: bench measures streams of text")
+        return model
 
     async def token_pool(self, model: str) -> list[int]:
         """Ids of ordinary tokens to make prompts of. Raises `EndpointError`."""
@@ -144,8 +150,7 @@ class BenchClient:
         except TimeoutError:
             result.error = f"nothing came for {self._timeout.sock_read:g} s"
         except (aiohttp.ClientError, OSError) as error:
-            broken_off = f"{type(error).__name__}: {error}"
-            result.error = broken_off if result.has_begun else reason(error, self._url)
+            result.error = "the stream broke off" if result.has_begun else reason(error, self._url)
         result.end_s = time.monotonic()
         return result
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import select
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from cores.config import did_you_mean
 from gateway.cli import vllm_flags
-from gateway.exit_codes import EXIT_USAGE
+from gateway.exit_codes import EXIT_NO_READER, EXIT_USAGE
 
 COMMANDS = {
     "serve": "serve a model: an OpenAI-compatible endpoint over one or more engine cores",
@@ -42,6 +44,27 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """`gateway … | head -1` ends without a traceback, as other programs do."""
+    try:
+        try:
+            return _main(argv)
+        finally:
+            print(end="", flush=True)  # here, and not at exit, where nobody could catch it
+    except BrokenPipeError:
+        if not _has_no_reader():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes stdout at exit
+        return EXIT_NO_READER
+
+
+def _has_no_reader() -> bool:
+    """Stdout is a pipe whose other end is closed: the error may have been a socket's."""
+    poller = select.poll()
+    poller.register(sys.stdout.fileno(), 0)  # errors are told in any case
+    return bool(poller.poll(0))
+
+
+def _main(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(prog="gateway", description="A data-parallel gateway for language models.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -26,12 +25,12 @@ from gateway.bench.workload import (
     without_arrivals,
 )
 from gateway.cli.status import DEFAULT_URL, URL_FORMS, base_url
-from gateway.exit_codes import EXIT_FAILED, EXIT_USAGE
+from gateway.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 
 DEFAULT_NUM_PROMPTS = 100
 DESCRIPTION = """Sends streaming requests and measures time to first token, inter-token latency, end-to-end time and throughput.
 --rate or --concurrency is required; only a --dataset may come without them, at its own times."""
-EPILOG = "exit status: 0 all requests completed, 1 some failed, 2 nothing could be measured"
+EPILOG = "exit status: 0 all requests completed, 1 some failed, 2 nothing could be measured, 130 interrupted"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -82,20 +81,23 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     results: list[RequestResult] = []
     progress = _Progress(results)
+    is_interrupted = False
     try:
         _check(args)
         trace = read_trace(args) if args.dataset is not None else None
-        with contextlib.suppress(KeyboardInterrupt):  # what has been measured is still worth a summary
-            uvloop.run(_measure(args, trace, progress))
+        uvloop.run(_measure(args, trace, progress))
+    except KeyboardInterrupt:  # what has been measured is still worth a summary
+        is_interrupted = True
     except (WorkloadError, TraceError, EndpointError) as error:
         print(f"gateway bench: {error}", file=sys.stderr)
         return EXIT_USAGE
     finally:
         progress.end()
-    summary = summarise(results, slo_ttft_ms=args.slo_ttft_ms, slo_itl_ms=args.slo_itl_ms)
-    print(json.dumps({"url": args.url, "seed": args.seed, **summary}, indent=2) if args.json else as_text(summary))
-    if not results:
-        return EXIT_USAGE
+    run = {"url": args.url, "seed": args.seed, "planned": progress.num_planned, "interrupted": is_interrupted}
+    summary = run | summarise(results, slo_ttft_ms=args.slo_ttft_ms, slo_itl_ms=args.slo_itl_ms)
+    print(json.dumps(summary, indent=2) if args.json else as_text(summary))
+    if is_interrupted:
+        return EXIT_INTERRUPTED
     return EXIT_FAILED if summary["errors"] else 0
 
 
@@ -115,7 +117,7 @@ def read_trace(args: argparse.Namespace) -> list[TraceRequest]:
 async def _measure(args: argparse.Namespace, trace: list[TraceRequest] | None, progress: _Progress) -> None:
     api_key = args.api_key or os.environ.get("GATEWAY_API_KEY")
     async with BenchClient(args.url, api_key=api_key, chat=args.chat, timeout_s=args.timeout) as client:
-        model = args.model or await client.first_model()
+        model = await client.find_model(args.model)
         planned = plan(args, trace, await client.token_pool(model))
         progress.num_planned = len(planned)
         await run_load(client, model, planned, progress.add, concurrency=args.concurrency, temperature=args.temperature)
@@ -158,8 +160,9 @@ class _Progress:
 
 def as_text(summary: dict[str, Any]) -> str:
     """A table for people."""
+    interrupted = ", interrupted" if summary["interrupted"] else ""
     lines = [
-        f"{summary['completed']} of {summary['requests']} requests completed in {summary['duration_s']:.2f} s",
+        f"{summary['completed']} of {summary['planned']} requests completed in {summary['duration_s']:.2f} s{interrupted}",
         f"{summary['requests_per_s']:.2f} req/s   {summary['output_tokens_per_s']:.1f} tok/s out"
         f"   {summary['prompt_tokens']} tokens in, {summary['output_tokens']} out",
     ]

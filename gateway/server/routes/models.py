@@ -39,6 +39,7 @@ def _card(state: ServerState, name: str) -> dict[str, Any]:
         "root": model.path,
         "parent": None,
         "max_model_len": model.max_model_len,
+        "supported_tasks": model.supported_tasks,
     }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,39 @@ async def test_failed_requests_are_counted_by_reason(serve: Any, capsys: pytest.
     assert summary["error_messages"] == {"503: the server is full": 3, "in the stream: rank 0 died": 3}
     assert await run_command(*words) == 1
     assert "3 × 503: the server is full" in capsys.readouterr().out
+
+
+async def test_ctrl_c_says_that_it_was_interrupted_and_of_how_many_requests(serve: Any) -> None:
+    under_way = asyncio.Event()
+
+    def script(request: FakeRequest) -> None:
+        if len(served.engine.requests) > 2:
+            under_way.set()  # and no answer
+        else:
+            speaks(request)
+
+    served = await serve(script)
+    words = ("--url", served.url, "--concurrency", "1", "--num-prompts", "500", "--output-len", "4")
+    pipe = asyncio.subprocess.PIPE
+    program = await asyncio.create_subprocess_exec(sys.executable, "-m", "gateway", "bench", *words, stdout=pipe, stderr=pipe)
+    await asyncio.wait_for(under_way.wait(), DEADLINE_S)
+    program.send_signal(signal.SIGINT)
+    out, err = await asyncio.wait_for(program.communicate(), DEADLINE_S)
+    assert (program.returncode, err) == (130, b"")
+    first = out.decode().splitlines()[0]
+    assert first.startswith("2 of 500 requests completed in ")
+    assert first.endswith(" s, interrupted")
+
+
+@pytest.mark.parametrize("words", [(), ("--model", "fake")])
+async def test_an_embedding_model_is_refused_before_the_load(
+    serve: Any, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    served = await serve(speaks)
+    served.engine.embeds(4)
+    assert await run_command("--url", served.url, "--concurrency", "1", *words) == 2
+    assert "model 'fake' makes embeddings and generates no text" in capsys.readouterr().err
+    assert served.engine.requests == []
 
 
 async def test_an_endpoint_that_cannot_be_used_is_one_line_and_exit_code_two(

@@ -38,3 +38,18 @@ async def test_a_kept_connection_that_ends_as_the_next_request_goes_out_is_no_er
             results: list[RequestResult] = [await client.send(PlannedRequest((1, 2), 4), {}) for _ in range(2)]
     assert [result.error for result in results] == ["in the stream: rank 0 died"] * 2
     assert handler.requests_by_connection == [2, 1]
+
+
+async def test_a_stream_that_breaks_off_is_called_that() -> None:
+    async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(b'20\r\ndata: {"choices":[{"text":"x"}]}\r\n')
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(cut, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with BenchClient(f"http://127.0.0.1:{port}") as client:
+            result = await client.send(PlannedRequest((1, 2), 4), {})
+    assert result.error == "the stream broke off"
