@@ -138,12 +138,12 @@ class Admission:
         compute, whoever sent it: every front end hears the same, so no slot may hold it."""
         present = own + self._slots.others()
         num_tokens = present.num_tokens + reported_tokens
-        for what, limit, have, want in (
-            ("requests", self._limits.max_num_queued_requests, present.num_requests, more.num_requests),
-            ("prompt tokens", self._limits.max_num_queued_tokens, num_tokens, more.num_tokens),
+        for what, are, limit, have, want in (
+            ("requests", "in flight", self._limits.max_num_queued_requests, present.num_requests, more.num_requests),
+            ("prompt tokens", "not yet computed", self._limits.max_num_queued_tokens, num_tokens, more.num_tokens),
         ):
             if limit is not None and have + want > limit:
-                text = f"the server is full: {have} {what} of at most {limit} are queued, {want} more came"
+                text = f"the server is full: {have} {what} of at most {limit} are {are}, {want} more came"
                 # The rate is of sequences. How many tokens leave with each is not known: as many as came may do.
                 num_to_end = have + want - limit if what == "requests" else more.num_requests
                 return OverloadedError(text, self.drain_rate.seconds_for(max(1, num_to_end), now))

@@ -357,8 +357,8 @@ class AsyncLLM(EngineClient):
             return error
         if self._draining:
             return OverloadedError("the server is shutting down")
-        if (standstill := self.core_client.standstill) is not None:
-            return OverloadedError(f"the engine takes no requests: it is {standstill}")
+        if self.core_client.standstill is not None:
+            return OverloadedError(f"the engine takes no requests: {self.core_client.standstill_cause}")
         more, reported_tokens = Usage(num_sequences, num_tokens), self.core_client.num_reported_tokens
         return self.admission.refusal(self.sender.usage, more, self._clock(), reported_tokens=reported_tokens)
 

@@ -427,6 +427,10 @@ class AsyncMPClient(EngineCoreClient):
         return self.ranks.standstill
 
     @property
+    def standstill_cause(self) -> str:
+        return self.ranks.standstill_cause
+
+    @property
     def num_reported_tokens(self) -> int:
         return self.ranks.num_reported_tokens
 

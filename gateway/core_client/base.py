@@ -167,6 +167,11 @@ class EngineCoreClient(ABC):
 
     @property
     @abstractmethod
+    def standstill_cause(self) -> str:
+        """The same for people: whose order it was, where that is known, and how it is undone."""
+
+    @property
+    @abstractmethod
     def num_reported_tokens(self) -> int:
         """Prompt tokens that the ranks say they still have to compute, of all front ends together."""
 

@@ -389,6 +389,16 @@ class Ranks:
         return next((s.value for s in (RankState.SLEEPING, RankState.PAUSED, RankState.DRAINING) if s in states), None)
 
     @property
+    def standstill_cause(self) -> str:
+        """For people. An engine also drains by itself, before a pause: of that undraining would be no end."""
+        lives = [life for life in self.lives if not life.is_leaving]
+        drained = [life for life in lives if life.health.state is RankState.DRAINING]
+        if self.standstill != RankState.DRAINING or any(life.health.refuses_requests for life in drained):
+            return f"it is {self.standstill}"
+        ranks = "all" if len(drained) == len(lives) else " ".join(str(life.rank_id.rank) for life in drained)
+        return f"an operator has drained its ranks; `gateway ranks undrain {ranks}` takes them back"
+
+    @property
     def awaits_restart(self) -> bool:
         """No rank serves, or only such that an operator has just restarted; but one will."""
         reachable = [life for life in self.lives if life.health.is_serving and life.unreachable_s is None]

@@ -279,7 +279,7 @@ class Launcher:
         if not self._ranks.up.is_set() or self._shutdown is not None:
             done = GroupOrderDone(order.order_id, "the group is starting or ending: no order can be carried out", "conflict")
         elif order.action == "scale" and (parallel.has_others or parallel.data_parallel_size == 1):
-            needs = "an endpoint can be scaled that was started with --data-parallel-size of 2 or more and has all ranks"
+            needs = "the number of ranks can only change where --data-parallel-size is 2 or more and one endpoint has all ranks"
             done = GroupOrderDone(order.order_id, needs, "conflict")
         else:
             try:

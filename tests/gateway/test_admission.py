@@ -27,7 +27,7 @@ def pair(tmp_path: Path) -> Iterator[list[SharedSlots]]:
 def test_n_sequences_take_n_places_or_none() -> None:
     admission = Admission(LIMITS, OneFrontEnd())
     admission.admit(Usage(8, 0), Usage(2, 10), now=0.0)
-    with pytest.raises(OverloadedError, match="9 requests of at most 10 are queued, 2 more came"):
+    with pytest.raises(OverloadedError, match="9 requests of at most 10 are in flight, 2 more came"):
         admission.admit(Usage(9, 0), Usage(2, 10), now=0.0)
     assert admission.num_rejected == 1
 

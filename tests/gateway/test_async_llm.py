@@ -192,7 +192,7 @@ async def test_only_prompts_that_are_still_to_be_computed_count_for_the_token_li
     stage = await set_stage(1, admission=AdmissionConfig(max_num_queued_tokens=4))
     first = stage.read(request_id="first")
     sent = await stage.add_of(0)
-    with pytest.raises(OverloadedError, match="3 prompt tokens of at most 4 are queued, 3 more came"):
+    with pytest.raises(OverloadedError, match="3 prompt tokens of at most 4 are not yet computed, 3 more came"):
         await finish(stage.read(request_id="refused"))
     # Its prompt is computed: from now on it decodes, however long.
     stage.deliver(dataclasses.replace(tokens_of(ZERO, 1, sent.request.handle), command_seq=sent.seq))

@@ -7,6 +7,7 @@ import asyncio
 import json
 import socket
 import ssl
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from aiohttp.client_reqrep import ConnectionKey
 
 from gateway.cli import bench, ranks, status
 from gateway.endpoint_url import reason, socket_path
+from gateway.status import RankStatus
 from gateway.testing import FakeRequest
 
 DEADLINE_S = 60.0
@@ -121,9 +123,65 @@ async def test_orders_reach_an_endpoint_below_a_path(serve: Any, capsys: pytest.
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     port = runner.addresses[0][1]
     assert await run_command("ranks", "drain", "all", "--url", f"http://127.0.0.1:{port}/llm/") == 0
-    assert capsys.readouterr().out == "rank 0: ready, epoch 1\n"
+    assert capsys.readouterr().out == "rank 0: ready, epoch 1, no requests left there\n"
     assert served.engine.orders == [("drain", {"rank": 0})]
     await runner.cleanup()
+
+
+def show(served: Any, *looks: tuple[RankStatus, ...]) -> None:
+    """Each look at the ranks sees the next of these, and the last one for ever."""
+    left, status = list(looks), partial(type(served.engine).status, served.engine)
+
+    def look() -> Any:
+        served.engine.ranks = left.pop(0) if len(left) > 1 else left[0]
+        return status()
+
+    served.engine.status = look
+
+
+def rank_row(rank: int = 0, state: str = "draining", **numbers: int) -> RankStatus:
+    return RankStatus(rank=rank, epoch=1, state=state, **numbers)
+
+
+async def test_a_drain_says_how_many_requests_the_rank_still_has_and_waits_for_the_last_if_told_to(
+    serve: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served, other = await serve(), rank_row(1, "ready", running=5)
+    busy, booked, empty = rank_row(running=2, waiting=1, ledger_requests=2), rank_row(ledger_requests=1), rank_row()
+    show(served, *[(busy, other)] * 4, (booked, other), (empty, other))
+    assert await run_command("ranks", "drain", "0", "--wait", "--url", served.url) == 0
+    said = "rank 0: draining, epoch 1, 3 requests left there\nnothing runs or waits there any more\n"
+    assert capsys.readouterr() == (said, "")
+    assert served.engine.ranks == (empty, other)
+    assert await run_command("ranks", "drain", "0", "--url", served.url) == 0
+    assert capsys.readouterr() == ("rank 0: draining, epoch 1, no requests left there\n", "")
+
+
+async def test_a_drain_that_takes_too_long_or_is_undone_is_no_success(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    served, other = await serve(), rank_row(1, "ready")
+    show(served, (rank_row(running=2), other))
+    assert await run_command("ranks", "drain", "0", "--timeout", "0", "--url", served.url) == 1
+    assert capsys.readouterr().err == "gateway ranks drain: 2 requests left there after 0 s; no rank was taken back\n"
+    show(served, *[(rank_row(running=2), other)] * 6, (rank_row(state="ready", running=2), other))
+    assert await run_command("ranks", "drain", "0", "--wait", "--url", served.url) == 1
+    assert "rank 0 takes requests again" in capsys.readouterr().err
+
+
+async def test_draining_the_last_ready_rank_is_no_outage_without_a_word(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    served = await serve()
+    show(served, (rank_row(0), rank_row(1), rank_row(2, "dead")))
+    assert await run_command("ranks", "drain", "0", "1", "--url", served.url) == 0
+    warning = "gateway ranks drain: no ready rank is left: new requests get 503 until `gateway ranks undrain 0 1`\n"
+    assert capsys.readouterr().err == warning
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "1025", "two", "\u0663"])
+async def test_a_number_of_ranks_that_cannot_be_is_answered_with_the_range(
+    size: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        await run_command("ranks", "scale", f"{size}")
+    assert f"the number of ranks must be from 1 to 1024, got '{size}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

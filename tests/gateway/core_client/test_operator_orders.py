@@ -10,7 +10,7 @@ import pytest
 from balancer.ledger import LoadLedger
 from cores.config import EngineConfig
 from cores.control_messages import GroupOrder, GroupOrderDone, GroupState, RankDied, RankIdle, RankRecord
-from cores.messages import AddRequest, Heartbeat, RankId, RankLoad, SchedulerStats
+from cores.messages import AddRequest, EngineState, Heartbeat, RankId, RankLoad, SchedulerStats
 from gateway.config import GatewayConfig, ParallelConfig
 from gateway.core_client.base import EngineDied
 from gateway.core_client.ranks import Ranks
@@ -89,6 +89,20 @@ async def test_a_drain_after_a_front_end_has_started_again_is_told_and_the_one_b
     texts = [event.text for event in front_end.events.events(0.0) if event.kind == "drain"]
     no_more, again = "epoch 1 gets no new requests", "epoch 1 gets new requests again"
     assert texts == [no_more, again, no_more]
+
+
+async def test_a_refusal_names_the_command_that_takes_drained_ranks_back_and_only_where_it_helps(group: FakeGroup) -> None:
+    group.tell_state(RankRecord(0, 1, "draining", num_drain_orders=1), READY[1])
+    await group.until(lambda: group.state(0) == "draining")
+    assert group.client.standstill is None
+    group.tell_state(RankRecord(0, 1, "draining", num_drain_orders=1), RankRecord(1, 1, "draining", num_drain_orders=1))
+    await group.until(lambda: group.client.standstill == "draining")
+    assert group.client.standstill_cause == "an operator has drained its ranks; `gateway ranks undrain all` takes them back"
+    group.tell_state(RankRecord(0, 1, "draining", num_drain_orders=1), RankRecord(1, 1, "dead", "killed"))
+    await group.until(lambda: group.state(1) == "dead")
+    assert "`gateway ranks undrain 0` takes" in group.client.standstill_cause
+    group.client.ranks.lives[0].health.on_engine_state(EngineState.DRAINING, group.clock())  # before a pause
+    assert group.client.standstill_cause == "it is draining"
 
 
 async def test_an_end_by_order_is_no_death_and_blames_no_request(group: FakeGroup) -> None:
