@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from cores.config import SimulatedConfig
+from cores.launch.leftovers import OWNER_VARIABLE
 from cores.messages import RankId
 from cores.runner.faults import ACTIONS, FaultScript
-from gateway.cli import Parser, bench, serve
+from gateway.cli import Parser, bench, main, serve
+from gateway.cli.settings import ENVIRONMENT
 from scripts.status_picture import draw_scenes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,6 +72,29 @@ def test_every_key_of_the_simulated_engine_and_every_fault_is_in_the_document_th
     first, second = (FaultScript.parse(script, RankId(rank, 1)) for rank in (0, 1))
     assert (first.steps, second.steps) == ({}, {40: "die"})
     assert first.failing_tokens.hits(7, 5)
+
+
+def test_the_traces_that_the_document_shows_can_be_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/balancing.md").read_text().partition("### A trace of your own")[2].partition("\n## ")[0]
+    summaries = {}
+    for kind, lines in re.findall(r"```(json|csv)\n(.*?)```", text, re.DOTALL):
+        (tmp_path / kind).write_text(lines)
+        assert main(["simulate", "--trace", str(tmp_path / kind), "--ranks", "1", "--json"]) == 0
+        (summaries[kind],) = json.loads(capsys.readouterr().out)
+    assert (summaries["json"]["requests"], summaries["csv"]["requests"]) == (3, 2)
+    assert summaries["json"]["prefix_hit_rate"] == pytest.approx((1024 + 1024) / (1200 + 1300 + 1800))
+
+
+def test_every_environment_variable_is_in_the_list_and_in_the_help_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/tuning.md").read_text().partition("## Environment variables")[2]
+    assert {name: f"--{key}" for name, key in ENVIRONMENT.items()} == dict(re.findall(r"\| `([A-Z_]+)` \| `(--[a-z-]+)`", text))
+    sources = [path.read_text() for package in ("gateway", "cores", "balancer") for path in (ROOT / package).rglob("*.py")]
+    named = set(re.findall(r"\bGATEWAY_[A-Z_]+\b", "\n".join(sources)))
+    assert named - {OWNER_VARIABLE} == {name for name in ENVIRONMENT if name.startswith("GATEWAY_")}
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    assert [name for name in ENVIRONMENT if name not in shown] == []
 
 
 def test_asking_the_test_script_for_help_sets_nothing_up() -> None:

@@ -9,17 +9,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from cores.config import ConfigError, SimulatedConfig, to_plain
-from gateway.cli.settings import Settings, Values, add_flags
+from gateway.cli.settings import ENVIRONMENT, Settings, Values, add_flags
 from gateway.cli.vllm_flags import add_harmless
 from gateway.config import GatewayConfig
 from gateway.exit_codes import EXIT_USAGE
+
+DESCRIPTION = f"""Serves MODEL over HTTP. A flag beats the file, and the file beats the environment, where these few variables
+stand for flags (docs/tuning.md): {", ".join(ENVIRONMENT)}."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser = subparsers.add_parser(
         "serve",
         help="serve a model: an OpenAI-compatible endpoint over one or more engine cores",
-        description="Serves MODEL over HTTP. A flag beats the file, the file beats the environment.",
+        description=DESCRIPTION,
     )
     parser.add_argument(
         "model",

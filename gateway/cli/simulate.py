@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "simulate", help="load balancing policies on a trace, in virtual time", description=DESCRIPTION
     )
-    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="Mooncake's JSON lines, or Azure's CSV")
+    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="JSON lines or CSV: docs/balancing.md")
     parser.add_argument("--ranks", type=_whole(1, 1024), required=True, metavar="N", help="engine cores, 1 to 1024")
     parser.add_argument(
         "--policy",
