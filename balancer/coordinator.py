@@ -2,16 +2,18 @@
 
 Members (front ends and external-LB endpoints) send `MemberReport` and `MemberLeft` from a DEALER and get `GroupLoads` back.
 Told `{"report_address": "tcp://127.0.0.1:29550", "key_file": null}` as one line on stdin; when stdin ends its parent has died,
-and so does it. With a key file only those who have the same one can speak to it (`cores/curve.py`). Whoever starts it at a
-terminal types that line, and ends it with Ctrl-C or Ctrl-D.
+and so does it. An address that somebody else has it waits for. With a key file only those who have the same one can speak to it
+(`cores/curve.py`). Whoever starts it at a terminal types that line, and ends it with Ctrl-C or Ctrl-D.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
+import select
 import signal
 import sys
 import time
@@ -30,6 +32,7 @@ from cores.messages import MemberLeft, MemberReport
 logger = logging.getLogger(__name__)
 
 EXAMPLE_CONFIG = {"report_address": "tcp://127.0.0.1:29550", "key_file": None}
+BIND_INTERVAL_S = 1.0
 MAX_BURST = 64  # frames read before the timer gets its turn
 _MAX_REPORT_BYTES = 4 * 1024 * 1024
 _MAX_QUEUED_SNAPSHOTS = 4  # a stopped member misses snapshots; each is whole, so the next one makes up for it
@@ -38,6 +41,7 @@ _MAX_QUEUED_SNAPSHOTS = 4  # a stopped member misses snapshots; each is whole, s
 class DPCoordinator:
     def __init__(self, router: zmq.Socket[bytes], clock: Callable[[], float]) -> None:
         self.num_malformed = 0
+        self._num_odd_sizes = 0
         self._router = router
         self._clock = clock
         self._state = CoordinatorState(clock())
@@ -83,12 +87,26 @@ class DPCoordinator:
             self._count_malformed(str(error))
             return
         if isinstance(message, MemberReport):
+            if message.member not in self._identities:
+                self._check_size(message)
             self._identities[message.member] = identity
             self._state.on_report(message, self._clock())
         elif isinstance(message, MemberLeft):
             self._state.on_left(message.member)
         else:
             self._count_malformed(f"{type(message).__name__} is not for the coordinator")
+
+    def _check_size(self, report: MemberReport) -> None:
+        """Of a newcomer. It is let in whatever it was told: we only inform."""
+        other = self._state.of_another_size(report)
+        if other is None:
+            return
+        self._num_odd_sizes += 1
+        if is_worth_a_line(self._num_odd_sizes):
+            logger.warning(
+                "endpoints of one group were told different sizes: %s has --data-parallel-size %d, %s has %d",
+                report.url, report.group_size, other.url, other.group_size,
+            )  # fmt: skip
 
     def _count_malformed(self, why: str) -> None:
         self.num_malformed += 1
@@ -144,8 +162,33 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], address: str, key: GroupKey | 
     router.setsockopt(zmq.MAXMSGSIZE, _MAX_REPORT_BYTES)
     router.setsockopt(zmq.SNDHWM, _MAX_QUEUED_SNAPSHOTS)
     router.setsockopt(zmq.IPV6, int("[" in address))
-    router.bind(address)
+    try:
+        router.bind(address)
+    except zmq.ZMQError:
+        router.close()
+        raise
     return router
+
+
+def bind_when_free(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, key: GroupKey | None, parent_fd: int
+) -> zmq.Socket[bytes] | None:
+    """None when `parent_fd` reads end of file before."""
+    has_said = False
+    while True:
+        try:
+            return bind(context, address, key)
+        except zmq.ZMQError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+        if not has_said:
+            has_said = True
+            logger.warning(
+                "%s is in use: another group, or another endpoint with rank 0 of this one, is here. Each group needs its own "
+                "--data-parallel-rpc-port. Serving goes on without this coordinator, which waits for the address", address,
+            )  # fmt: skip
+        if select.select([parent_fd], [], [], BIND_INTERVAL_S)[0] and not os.read(parent_fd, 4096):
+            return None
 
 
 def main() -> int:
@@ -165,10 +208,12 @@ def main() -> int:
         if key is not None:
             stack.callback(key.authenticator(context).stop)
         try:
-            router = bind(context, address, key)
+            router = bind_when_free(context, address, key, sys.stdin.fileno())
         except zmq.ZMQError as error:
             print(f"coordinator: cannot bind: {error}", file=sys.stderr)
             return 1
+        if router is None:
+            return 0
         with router:
             print(f"coordinator: listens on {router.getsockopt_string(zmq.LAST_ENDPOINT)}", flush=True)
             DPCoordinator(router, time.monotonic).run(sys.stdin.fileno())

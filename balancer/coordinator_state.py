@@ -46,6 +46,11 @@ class CoordinatorState:
         self._members[report.member] = _Member(report, now)
         self._has_changed = self._has_changed or previous is None or previous.report != report
 
+    def of_another_size(self, report: MemberReport) -> MemberReport | None:
+        """The last word of a member that was told another size of the group."""
+        sizes = (other.report for other in self._members.values() if other.report.group_size)
+        return next((other for other in sizes if report.group_size and other.group_size != report.group_size), None)
+
     def on_left(self, member: str) -> None:
         """It says goodbye; one that cannot expires."""
         if self._members.pop(member, None) is not None:

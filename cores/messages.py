@@ -291,6 +291,7 @@ class MemberReport:
     member: str  # unique per process life
     url: str
     ranks: tuple[tuple[RankId, str, RankLoad], ...]  # id, state, load
+    group_size: int = 0  # `--data-parallel-size` as it was told; 0: not said
 
 
 @dataclass(frozen=True, slots=True)

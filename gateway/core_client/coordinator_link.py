@@ -33,10 +33,12 @@ class CoordinatorLink:
         context: zmq.Context[zmq.Socket[bytes]],
         on_group_loads: Callable[[GroupLoads], None],
         key: GroupKey | None = None,
+        group_size: int = 0,
     ) -> None:
         self._member = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._socket = LoopSocket(context, zmq.DEALER, self._on_message, is_lossy=True, linger_ms=GOODBYE_LINGER_MS)
         self._key = key
+        self._group_size = group_size
         self._on_group_loads = on_group_loads
 
     def start(self, address: str) -> None:
@@ -46,7 +48,7 @@ class CoordinatorLink:
     def report(self, url: str, ranks: RankRows) -> bool:
         """False when it was dropped: the coordinator is not there, or far behind."""
         try:
-            self._socket.send([encode(MemberReport(self._member, url, ranks))])
+            self._socket.send([encode(MemberReport(self._member, url, ranks, self._group_size))])
         except zmq.Again:
             return False
         return True

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -192,12 +193,56 @@ def test_whoever_starts_it_at_a_terminal_is_told_what_to_type_and_can_end_it() -
         os.close(terminal)
 
 
-def test_port_in_use_is_one_clear_line_and_exit_code_1() -> None:
-    with coordinator_process() as (_, address):
-        second = start_process(json.dumps({"report_address": address}))
-        out, err = second.communicate(timeout=DEADLINE_MS / 1000)
-        assert second.returncode == 1
-        assert (out, err) == ("", f"coordinator: cannot bind: Address already in use (addr={address!r})\n")
+def test_a_second_rank_0_says_once_that_another_group_has_the_port_and_waits_for_it() -> None:
+    with coordinator_process() as (first, address), start_process(json.dumps({"report_address": address})) as second:
+        try:
+            assert second.stderr is not None
+            line = second.stderr.readline()
+            assert f"{address} is in use: another group, or another endpoint with rank 0 of this one, is here" in line
+            assert "--data-parallel-rpc-port" in line
+            first.kill()
+            assert bound_address(second) == address
+            out, err = second.communicate(timeout=DEADLINE_MS / 1000)  # ends with its stdin
+            assert (second.returncode, out, err) == (0, "", "")
+        finally:
+            second.kill()
+
+
+def test_one_that_waits_for_its_port_ends_with_its_parent() -> None:
+    with coordinator_process() as (_, address), start_process(json.dumps({"report_address": address})) as second:
+        try:
+            assert second.stderr is not None
+            assert "is in use" in second.stderr.readline()
+            assert second.communicate(timeout=DEADLINE_MS / 1000) == ("", "")
+            assert second.returncode == 0
+        finally:
+            second.kill()
+
+
+def test_an_address_that_cannot_be_bound_is_one_clear_line_and_exit_code_1(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/nowhere/c"
+    with start_process(json.dumps({"report_address": address})) as process:
+        out, err = process.communicate(timeout=DEADLINE_MS / 1000)
+        assert (process.returncode, out) == (1, "")
+        assert err.startswith("coordinator: cannot bind: No such file or directory")
+        assert err.count("\n") == 1
+
+
+def test_endpoints_that_were_told_different_sizes_of_their_group_are_named_once(
+    context: zmq.Context[zmq.Socket[bytes]], connect: Dealers, caplog: pytest.LogCaptureFixture
+) -> None:
+    with bind(context, "tcp://127.0.0.1:0") as router:
+        coordinator = DPCoordinator(router, ManualClock())
+        dealer = connect(router.getsockopt_string(zmq.LAST_ENDPOINT))
+        small = [replace(make_report(name, rank), group_size=4) for rank, name in enumerate(("a", "b"))]
+        large = replace(make_report("c", 5), group_size=8)
+        for text in (make_report("older", 3), *small, large, large):
+            dealer.send(encode(text))
+            assert router.poll(DEADLINE_MS)
+            coordinator.receive_burst()
+    assert [record.getMessage() for record in caplog.records] == [
+        "endpoints of one group were told different sizes: http://c has --data-parallel-size 8, http://a has 4"
+    ]
 
 
 @pytest.mark.parametrize(
