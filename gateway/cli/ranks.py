@@ -171,7 +171,7 @@ async def _until_empty(endpoint: _Endpoint, drained: set[int], timeout_s: float 
                 num_left = _left(rows, drained)
                 await asyncio.sleep(LOOK_INTERVAL_S if num_left or drained - seen else 0.0)
     except TimeoutError:
-        raise OrderFailed(f"{_describe(num_left)} after {timeout_s:g} s; no rank was taken back") from None
+        raise OrderFailed(f"{_describe(num_left)} after {timeout_s:g} s; the ranks stay drained") from None
     print("nothing runs or waits there any more", flush=True)
 
 

@@ -161,7 +161,7 @@ async def test_a_drain_that_takes_too_long_or_is_undone_is_no_success(serve: Any
     served, other = await serve(), rank_row(1, "ready")
     show(served, (rank_row(running=2), other))
     assert await run_command("ranks", "drain", "0", "--timeout", "0", "--url", served.url) == 1
-    assert capsys.readouterr().err == "gateway ranks drain: 2 requests left there after 0 s; no rank was taken back\n"
+    assert capsys.readouterr().err == "gateway ranks drain: 2 requests left there after 0 s; the ranks stay drained\n"
     show(served, *[(rank_row(running=2), other)] * 6, (rank_row(state="ready", running=2), other))
     assert await run_command("ranks", "drain", "0", "--wait", "--url", served.url) == 1
     assert "rank 0 takes requests again" in capsys.readouterr().err
