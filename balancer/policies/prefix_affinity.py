@@ -58,7 +58,7 @@ class PrefixAffinity:
                 if crowd is None or view.own_in_flight <= crowd:
                     cost -= weight * cached[view.rank_id]
             costs.append(cost)
-        if request.session_id is not None:
+        if not cached and request.session_id is not None:
             costs[zlib.crc32(request.session_id.encode()) % len(costs)] -= TIE_BREAK
         return self._choice.choose(costs, ranks, now, self.name)
 
