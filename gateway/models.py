@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cores.config import ConfigError, EngineConfig, parse_lora_modules
+from cores.user_cache import user_cache
 
 DOWNLOAD_TIMEOUT_S = 1800.0
 CONVERT_TIMEOUT_S = 1800.0
@@ -77,11 +78,8 @@ CATALOGUE: dict[str, ModelSource] = {
 
 
 def models_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """The directory of pulled models: `$XDG_CACHE_HOME`, else `~/.cache`, then `gateway/models`."""
-    cache = environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification: a relative path there is to be ignored.
-    base = Path(cache) if Path(cache).is_absolute() else Path.home() / ".cache"
-    return base / "gateway" / "models"
+    """The directory of pulled models."""
+    return user_cache(environ) / "models"
 
 
 def model_path(name: str, root: Path | None = None) -> Path:

@@ -25,7 +25,8 @@ def test_import_contracts_are_kept() -> None:
 
 LEAF = {
     "cores", "cores.block_hash", "cores.codec", "cores.config", "cores.control_messages", "cores.curve", "cores.gaps",
-    "cores.log", "cores.log_queue", "cores.messages", "cores.pooling_params", "cores.sampling_params", "cores.words",
+    "cores.log", "cores.log_queue", "cores.messages", "cores.pooling_params", "cores.sampling_params", "cores.user_cache",
+    "cores.words",
 }  # fmt: skip
 
 

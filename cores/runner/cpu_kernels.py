@@ -31,6 +31,8 @@ from pathlib import Path
 
 import torch
 
+from cores.user_cache import user_cache
+
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -135,7 +137,7 @@ def load_cpu_kernels() -> CpuKernels | None:
         if shutil.which(compiler[0]) is None:
             logger.info("no C compiler (%s): on this CPU, torch's own operations serve, which are slower", compiler[0])
             return None
-        return CpuKernels(ctypes.CDLL(str(_compiled(compiler, _cache_directory()))))
+        return CpuKernels(ctypes.CDLL(str(_compiled(compiler, user_cache() / "kernels"))))
     # RuntimeError: nobody has a home directory; ValueError: $CC with one quote
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         logger.warning("kernels for this CPU: %s; torch's own operations serve, which are slower", _reason(error))
@@ -199,13 +201,6 @@ def _processor() -> str:
     """What `-march=native` depends on."""
     lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     return "\n".join(dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))))
-
-
-def _cache_directory() -> Path:
-    """`$XDG_CACHE_HOME`, else `~/.cache`, then `gateway/kernels`."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(cache) if Path(cache).is_absolute() else Path.home() / ".cache"
-    return base / "gateway" / "kernels"
 
 
 def _reason(error: Exception) -> str:

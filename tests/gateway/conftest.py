@@ -7,7 +7,7 @@ import json
 import shutil
 import socket
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,10 @@ import aiohttp
 import pytest
 
 from gateway.config import GatewayConfig, ServerConfig
+from gateway.output_processor import OutputProcessor
 from gateway.server import RunningServer, ServerState, run_server
 from gateway.testing import FakeEngineClient, Script, says
+from tests.gateway.output_harness import TOKENIZER
 
 if TYPE_CHECKING:
     import openai
@@ -126,3 +128,10 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     directory = tmp_path_factory.mktemp("tls")
     subprocess.run(CERTIFICATE_COMMAND, cwd=directory, check=True, capture_output=True, timeout=60)
     return {"ssl_certfile": str(directory / "cert.pem"), "ssl_keyfile": str(directory / "key.pem")}
+
+
+@pytest.fixture
+def processor() -> Iterator[OutputProcessor]:
+    processor = OutputProcessor(TOKENIZER)
+    yield processor
+    processor.check_invariants()

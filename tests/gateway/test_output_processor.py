@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,14 +25,6 @@ from tests.gateway.output_harness import (
     outputs,
     tokens,
 )
-
-
-@pytest.fixture
-def processor() -> Iterator[OutputProcessor]:
-    processor = OutputProcessor(TOKENIZER)
-    yield processor
-    processor.check_invariants()
-
 
 # --- one sequence -----------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from cores.messages import Finished, FinishReason, FirstToken
@@ -21,13 +19,6 @@ from tests.gateway.output_harness import (
     outputs,
     tokens,
 )
-
-
-@pytest.fixture
-def processor() -> Iterator[OutputProcessor]:
-    processor = OutputProcessor(TOKENIZER)
-    yield processor
-    processor.check_invariants()
 
 
 def test_statistics_of_a_request_are_complete_when_it_ends() -> None:
