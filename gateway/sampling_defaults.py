@@ -6,6 +6,7 @@ Knows no requests: `sampling` of the server puts these values where a field was 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -47,7 +48,8 @@ def _chosen(document: Mapping[str, Any], where: str) -> dict[str, Any]:
         value = document.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or kind(value) != value:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or kind(value) != value:
             raise ConfigError(f"{where} {name} must be a {'whole ' * (kind is int)}number, got {value!r}")
         values["max_tokens" if name == "max_new_tokens" else name] = kind(value)
     try:

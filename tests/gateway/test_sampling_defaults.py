@@ -42,6 +42,7 @@ def test_single_values_beat_the_file(tmp_path: Path) -> None:
     [
         ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
         ({"top_k": 1.5}, "top_k must be a whole number, got 1.5"),
+        ({"top_k": float("inf")}, "top_k must be a whole number, got inf"),  # `Infinity`, as Python's JSON has it
         ({"top_p": 2}, "top_p must be .* got 2.0"),
     ],
 )
