@@ -45,8 +45,8 @@ def bodies() -> list[dict[str, Any]]:
 
 
 def ballast(rank: int) -> dict[str, Any]:
-    """Runs as long as the model lets it: when its rank is killed, the rank has work, however fast it is."""
-    body = {"prompt": f"ballast {rank}", "temperature": 0, "max_tokens": 2000, "ignore_eos": True}
+    """Runs longer than the test: when its rank is killed, the rank has work, however late this process comes to kill it."""
+    body = {"prompt": f"ballast {rank}", "temperature": 0, "max_tokens": 12_000, "ignore_eos": True}
     return {"model": "tiny", "stream": True, **body}
 
 
@@ -94,7 +94,7 @@ def has_died(server: Server, rank: int) -> bool:
 async def test_every_stream_ends_as_in_an_undisturbed_run_when_two_of_three_ranks_are_killed(
     serve: Callable[..., Server], poll: Callable[..., Any], tmp_path: Path
 ) -> None:
-    model = make_tiny_llama(tmp_path / "tiny")
+    model = make_tiny_llama(tmp_path / "tiny", max_model_len=16_000)
     server = serve(
         str(model), "--device", "cpu", "--dtype", "float32", "-dp", "3", "--num-kv-blocks", "1024", "--engine-restarts", "0",
     )  # fmt: skip
